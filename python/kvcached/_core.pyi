@@ -1,0 +1,202 @@
+"""The compiled core. Private: use `kvcached`, `kvcached.vmm_ops` and `kvcached.errors`."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+__version__: str
+
+class KVCachedError(RuntimeError): ...
+class KVCachedConfigError(KVCachedError, ValueError): ...
+class GeometryError(KVCachedConfigError): ...
+class DriverUnavailableError(KVCachedError): ...
+class DriverError(KVCachedError): ...
+class KVCachePoolExhausted(KVCachedError): ...
+class MapQuarantinedError(KVCachedError): ...
+class StateConsistencyError(KVCachedError): ...
+class BlockError(KVCachedError, ValueError): ...
+
+@final
+class Geometry:
+    """Where the blocks of a group lie: pure arithmetic, no memory.
+
+    All sizes in bytes. `blocks_per_page` is m, `ids_per_page` the stride of ids from page to page.
+    """
+
+    @staticmethod
+    def solve(
+        num_buffers: int,
+        block_bytes: int,
+        granularity: int,
+        *,
+        page_bytes: int | None = None,
+        tokens_per_block: int = 1,
+    ) -> Geometry:
+        """Choose a page for `num_buffers` buffers of `block_bytes` blocks.
+
+        `page_bytes` None: the candidate nearest 16 MiB whose padding is at most 2 %, else the least padding up to 128 MiB.
+        A given `page_bytes` is taken as a target of at least that many bytes. Raises `GeometryError`.
+        """
+    @property
+    def num_buffers(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def chunk_bytes(self) -> int: ...
+    @property
+    def waste_bytes(self) -> int:
+        """Padding of one page."""
+    @property
+    def blocks_per_page(self) -> int: ...
+    @property
+    def ids_per_page(self) -> int: ...
+    @property
+    def tokens_per_block(self) -> int: ...
+    def explain(self) -> str:
+        """One line that says what was chosen and why."""
+    def num_pages(self, num_blocks: int) -> int:
+        """Pages that hold `num_blocks` usable blocks."""
+    def id_space(self, num_blocks: int) -> int:
+        """Rows of every buffer. Raises `GeometryError` where an id or a slot (id x tokens) would not fit int32."""
+    def block_id(self, index: int) -> int:
+        """Sparse id of the `index`-th usable block."""
+    def index(self, block_id: int) -> int:
+        """Inverse of `block_id`. Raises `BlockError` for an id that no block has."""
+    def pages_of_row(self, block_id: int) -> range:
+        """Pages that back row `block_id` of every buffer, for any row: also ids that no block has."""
+
+@final
+class Buffer:
+    """One buffer of an `FTensor`: a 1-D int8 DLPack exporter of `id_space * block_bytes` bytes that keeps the range alive."""
+
+    @property
+    def ptr(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class FTensor:
+    """A reserved range of addresses with memory under some of its pages.
+
+    `device` is "cuda:N" or "cpu". Thread-safe; the GIL is released around driver calls.
+    """
+
+    def __init__(self, device: str, geometry: Geometry, num_blocks: int) -> None: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def id_space(self) -> int: ...
+    @property
+    def virtual_bytes(self) -> int: ...
+    @property
+    def mapped_bytes(self) -> int: ...
+    def mapped_pages(self) -> list[int]: ...
+    def quarantined_pages(self) -> list[int]: ...
+    def buffers(self) -> list[Buffer]: ...
+    def map(self, pages: Sequence[int]) -> list[int]:
+        """Back these pages, all or none; returns those that were not backed before.
+
+        Raises `KVCachePoolExhausted` when the driver is out of memory, `MapQuarantinedError` when an undo failed,
+        `DriverError` otherwise, `ValueError` for a page outside the range.
+        """
+    def unmap(self, pages: Sequence[int]) -> None:
+        """Give these pages back; a page that is not backed is an error and nothing changes. Synchronise first where GPU work may read them."""
+    def synchronise(self) -> None:
+        """Wait for all work on the device."""
+
+class Pool:
+    """A ledger over an `FTensor`: hands out block ids of backed pages. Thread-safe.
+
+    `reserve_null_block`: id 0 is taken and backed for good. `async_sched`: emptied pages stay mapped until `end_step`.
+    """
+
+    def __init__(
+        self,
+        ftensor: FTensor,
+        *,
+        reserve_null_block: bool = False,
+        async_sched: bool = False,
+        min_reserved_bytes: int = 0,
+        max_reserved_bytes: int = 64 << 20,
+        highest_pages_first: bool = False,
+        record: InstanceRecord | None = None,
+        pool_name: str | None = None,
+    ) -> None: ...
+    @property
+    def ftensor(self) -> FTensor: ...
+    @property
+    def null_block(self) -> int | None: ...
+    def alloc(self, n: int) -> list[int] | None:
+        """Exactly n ids, ascending within a page, or None (and nothing changed) when memory or ids are short."""
+    def free(self, ids: Sequence[int]) -> None:
+        """Give ids back. Raises `BlockError` (nothing changed) for a double free or an id never issued."""
+    def claim(self, ids: Sequence[int]) -> None:
+        """Take these very ids, which must be free; their pages are backed. Raises `BlockError` or `KVCachePoolExhausted`, nothing changed."""
+    def available_size(self) -> int:
+        """Blocks that may still be allocated: free blocks of backed and of unbacked pages."""
+    def backed_size(self) -> int:
+        """Free blocks in backed pages: an `alloc` of that many makes no driver call and cannot fail."""
+    def reserve_demand(self, n: int) -> int:
+        """Back pages until n free blocks are on hand; returns how many are, at most n. Never raises for lack of memory."""
+    def try_to_reserve(self, n: int) -> bool:
+        """Set n blocks aside for the next `alloc` calls, all or none."""
+    def free_reserved(self) -> None:
+        """Give back what `try_to_reserve` set aside and was not used."""
+    def begin_step(self) -> int:
+        """A batch is about to be submitted; returns its epoch."""
+    def end_step(self, epoch: int) -> None:
+        """All GPU work up to `epoch` has ended: pages retired by then leave, those above the reserve are unmapped."""
+    def trim(self) -> int:
+        """Unmap the reserve; returns bytes given back."""
+    def clear(self) -> None:
+        """Forget every allocation but the null block; synchronises the device, keeps the reserve."""
+    def shutdown(self) -> None:
+        """Unmap everything. Idempotent. Tensors already exported keep their addresses; touching them afterwards is an error of the caller."""
+    def get_page_occupancy(self, page_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """(blocks held, blocks usable) of each page."""
+    def pages_of(self, ids: Sequence[int]) -> list[int]:
+        """Page of each id."""
+    def stats(self) -> dict[str, int]:
+        """Pages by state, blocks, and bytes: used_bytes, reserved_bytes, virtual_bytes, mapped_bytes, quarantined_bytes."""
+
+@final
+class InstanceRecord:
+    """This process as others see it: one mapped file, mode 0600, removed at the end. Raises `KVCachedConfigError` for a bad or a taken name."""
+
+    def __init__(self, name: str, engine: str, device: str) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    def close(self) -> None: ...
+
+def backend_available(backend: str) -> str | None:
+    """None where backend "cuda" or "host" can be used, else why it cannot."""
+
+def granularity(device: str) -> int:
+    """Smallest physical allocation of the device, bytes."""
+
+def mem_info(device: str) -> tuple[int, int]:
+    """(free, total) bytes of the device."""
+
+def live_ranges() -> int:
+    """Ranges of addresses that this process has reserved and not freed."""
+
+def kvctl(args: Sequence[str]) -> int:
+    """Run `kvctl`; returns its exit code."""
