@@ -1,0 +1,59 @@
+# The two commands: `make demo` and `make test`. Both install what they need under $(KVCACHED_CACHE).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+export KVCACHED_CACHE ?= $(HOME)/.cache/kvcached
+# Outside the tree: a fresh clone finds its dependencies compiled.
+export CARGO_TARGET_DIR ?= $(KVCACHED_CACHE)/target
+unexport PYTHONDONTWRITEBYTECODE
+
+ENV := python3 tools/env.py
+# One process, no thread pinning, 1 GiB of KV cache, nothing fetched: what the CPU build of vLLM needs to start in 10 s.
+ENGINE := VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 \
+	VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(wildcard tests/unit tests/packaging tests/engine)
+
+.PHONY: help demo test test-rust test-python lint fmt wheel check-wheel env clean
+
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: ## a real vLLM natively and on kvcached, side by side (DEMO="--model-size 1b ...")
+	$(ENGINE) $(ENV) vllm --profile release -- python -m demo $(DEMO)
+
+test: test-rust test-python ## all tests
+
+test-rust: ## the crates
+	cargo test --workspace --locked
+
+test-python: ## unit, packaging and engine tests, in vLLM's environment (PYTEST="tests/unit -k name")
+	$(ENGINE) $(ENV) vllm -- python -m pytest $(PYTEST)
+
+lint: ## rustfmt, clippy, ruff, mypy
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	$(ENV) dev -- ruff check
+	$(ENV) dev -- ruff format --check
+	$(ENV) dev -- mypy
+
+fmt: ## format the sources
+	cargo fmt --all
+	$(ENV) dev -- ruff check --fix --exit-zero --quiet
+	$(ENV) dev -- ruff format
+
+wheel: ## dist/kvcached-*.whl for any Linux with glibc 2.28, and the sdist
+	rm -rf dist
+	$(ENV) dev -- maturin build --release --locked --zig --compatibility manylinux_2_28 --out dist
+	$(ENV) dev -- maturin sdist --out dist
+
+check-wheel: wheel ## what the wheel and the sdist hold, and that both install
+	$(ENV) dev -- python -m pytest tests/packaging
+
+env: ## make the environments, print where they are
+	@$(ENV) dev
+	@$(ENV) vllm
+
+clean: ## build outputs of this tree; the cache stays
+	rm -rf dist out target

