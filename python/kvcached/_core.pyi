@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, final
 
+from typing_extensions import Self
+
 __version__: str
 
 class KVCachedError(RuntimeError): ...
@@ -53,6 +55,8 @@ class Geometry:
     def ids_per_page(self) -> int: ...
     @property
     def tokens_per_block(self) -> int: ...
+    def with_block(self, block_bytes: int, *, tokens_per_block: int = 1) -> Geometry:
+        """The same pages and chunks seen in blocks of another size, which must divide both. Raises `GeometryError`."""
     def explain(self) -> str:
         """One line that says what was chosen and why."""
     def num_pages(self, num_blocks: int) -> int:
@@ -123,13 +127,16 @@ class FTensor:
 class Pool:
     """A ledger over an `FTensor`: hands out block ids of backed pages. Thread-safe.
 
+    `geometry`, `num_blocks`: where the pool's blocks differ from those the `FTensor` was made for (see `Geometry.with_block`).
     `reserve_null_block`: id 0 is taken and backed for good. `async_sched`: emptied pages stay mapped until `end_step`.
     """
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         ftensor: FTensor,
         *,
+        geometry: Geometry | None = None,
+        num_blocks: int | None = None,
         reserve_null_block: bool = False,
         async_sched: bool = False,
         min_reserved_bytes: int = 0,
@@ -137,9 +144,17 @@ class Pool:
         highest_pages_first: bool = False,
         record: InstanceRecord | None = None,
         pool_name: str | None = None,
-    ) -> None: ...
+    ) -> Self: ...
     @property
     def ftensor(self) -> FTensor: ...
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def num_blocks(self) -> int:
+        """Usable blocks, the null block included."""
+    @property
+    def id_space(self) -> int:
+        """Bound of block ids."""
     @property
     def null_block(self) -> int | None: ...
     def alloc(self, n: int) -> list[int] | None:

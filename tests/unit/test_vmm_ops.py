@@ -1,0 +1,172 @@
+"""The tensors of `kvcached.vmm_ops` on the host backend: real memory, seen through numpy."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvcached import _core, vmm_ops
+from kvcached.errors import (
+    DriverUnavailableError,
+    GeometryError,
+    KVCachedConfigError,
+    KVCachedError,
+    StateConsistencyError,
+)
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    vmm_ops.shutdown_kvcached()
+    yield
+    vmm_ops.shutdown_kvcached()
+    gc.collect()
+    assert _core.live_ranges() == 0
+
+
+def numpy_views(group_id: int = 0) -> list[np.ndarray]:
+    return [np.from_dlpack(buffer) for buffer in vmm_ops.get_ftensor(group_id).buffers()]
+
+
+def memfd_blocks() -> int:
+    """512-byte blocks behind this process's memfds."""
+    total = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if "memfd:" in os.readlink(f"/proc/self/fd/{fd}"):
+                total += os.stat(f"/proc/self/fd/{fd}").st_blocks
+        except FileNotFoundError:
+            pass
+    return total
+
+
+def test_without_a_gpu_the_host_backend_is_chosen():
+    if _core.backend_available("cuda") is None:
+        pytest.skip("this machine has a GPU")
+    assert vmm_ops.backend_name() == "host"
+    vmm_ops.init_kvcached()
+    assert vmm_ops.backend_name() == "host"
+    with pytest.raises(DriverUnavailableError, match="libcuda"):
+        vmm_ops.shutdown_kvcached()
+        vmm_ops.init_kvcached("cuda:0")
+
+
+def test_import_needs_neither_libcuda_nor_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import kvcached\n"
+        "kvcached.vmm_ops.init_kvcached('cpu')\n"
+        "t = kvcached.vmm_ops.create_kv_tensors(1 << 24, 2, num_layers=2)\n"
+        "assert type(t[0]).__name__ == 'Buffer', t\n"
+        "assert not any('libcuda' in line for line in open('/proc/self/maps'))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_pages_are_written_read_given_back_and_come_back_clean():
+    vmm_ops.init_kvcached("cpu")
+    vmm_ops.create_kv_tensors(8 * MIB, 2, num_layers=3, num_kv_buffers=2, block_bytes=32 << 10)
+    geometry = vmm_ops.get_ftensor().geometry
+    views = numpy_views()
+    assert len(views) == 6
+    before = memfd_blocks()
+    assert vmm_ops.map_to_kv_tensors([0, 1]) == [0, 1]
+    assert vmm_ops.map_to_kv_tensors([1, 0]) == []
+    assert (memfd_blocks() - before) * 512 <= 2 * geometry.page_bytes
+    for number, view in enumerate(views):
+        for page in (0, 1):
+            at = geometry.block_id(page * geometry.blocks_per_page) * geometry.block_bytes
+            chunk = view[at : at + geometry.chunk_bytes]
+            assert not chunk.any()
+            chunk[:] = number + 1
+    # No buffer's chunk lies in another's: each still holds its own number.
+    for number, view in enumerate(views):
+        assert (view[: geometry.chunk_bytes] == number + 1).all()
+    full = memfd_blocks()
+    vmm_ops.unmap_from_kv_tensors([1])
+    assert full - memfd_blocks() == geometry.num_buffers * geometry.chunk_bytes // 512
+    vmm_ops.map_to_kv_tensors([1])
+    at = geometry.block_id(geometry.blocks_per_page) * geometry.block_bytes
+    assert not views[0][at : at + geometry.chunk_bytes].any()
+    assert (views[0][: geometry.chunk_bytes] == 1).all()
+    del view, views, chunk
+
+
+def test_tensors_outlive_their_group_and_the_group_its_tensors():
+    vmm_ops.init_kvcached("cpu")
+    vmm_ops.create_kv_tensors(4 * MIB, 1)
+    vmm_ops.map_to_kv_tensors([0])
+    view = numpy_views()[0]
+    vmm_ops.shutdown_kvcached()
+    gc.collect()
+    assert _core.live_ranges() == 1
+    view[:1024] = 7
+    assert view[1023] == 7
+    del view
+    gc.collect()
+    assert _core.live_ranges() == 0
+
+
+@pytest.mark.parametrize("version", [None, (1, 0)])
+def test_a_capsule_that_nobody_takes_leaks_nothing(version):
+    vmm_ops.init_kvcached("cpu")
+    vmm_ops.create_kv_tensors(4 * MIB, 1)
+    for buffer in vmm_ops.get_ftensor().buffers():
+        buffer.__dlpack__(max_version=version)
+
+
+def test_torch_tensors_where_torch_is_installed():
+    torch = pytest.importorskip("torch")
+    vmm_ops.init_kvcached("cpu")
+    tensors = vmm_ops.create_kv_tensors(4 * MIB, 2, num_layers=2)
+    vmm_ops.map_to_kv_tensors([0])
+    assert [t.dtype for t in tensors] == [torch.int8] * 4
+    ftensor = vmm_ops.get_ftensor()
+    assert tensors[0].numel() == ftensor.id_space * ftensor.geometry.block_bytes
+    tensors[3][:8].view(torch.float16).fill_(1.5)
+    assert tensors[3][:8].view(torch.float16).tolist() == [1.5] * 4
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(KVCachedConfigError, match="init_kvcached"):
+        vmm_ops.map_to_kv_tensors([0])
+    vmm_ops.init_kvcached("cpu")
+    vmm_ops.init_kvcached("cpu")
+    with pytest.raises(KVCachedConfigError, match="shutdown_kvcached"):
+        vmm_ops.init_kvcached("cpu", page_size=1 << 24)
+    with pytest.raises(KVCachedConfigError, match="group 3"):
+        vmm_ops.map_to_kv_tensors([0], group_id=3)
+    with pytest.raises(KVCachedConfigError, match="itemsize"):
+        vmm_ops.create_kv_tensors(1001, 2)
+    with pytest.raises(KVCachedConfigError, match="positive"):
+        vmm_ops.create_kv_tensors(1024, 2, num_layers=0)
+    vmm_ops.create_kv_tensors(4 * MIB, 2)
+    with pytest.raises(KVCachedConfigError, match="another group_id"):
+        vmm_ops.create_kv_tensors(4 * MIB, 2)
+    with pytest.raises(ValueError, match="page"):
+        vmm_ops.map_to_kv_tensors([10**6])
+    with pytest.raises(StateConsistencyError):
+        vmm_ops.unmap_from_kv_tensors([0])
+
+
+def test_a_page_size_that_the_device_refuses_is_named():
+    with pytest.raises(KVCachedConfigError, match=r"page_size=1000 .* 4096"):
+        vmm_ops.init_kvcached("cpu", page_size=1000)
+    with pytest.raises(KVCachedConfigError, match="contiguous_layout"):
+        vmm_ops.init_kvcached("cpu", contiguous_layout=False)
+    with pytest.raises(KVCachedError, match="tpu"):
+        vmm_ops.init_kvcached("tpu:0")
+
+
+def test_ids_over_int32_are_refused_at_creation():
+    vmm_ops.init_kvcached("cpu")
+    with pytest.raises(GeometryError, match=r"2\^31|int32"):
+        vmm_ops.create_kv_tensors(1 << 44, 2, num_layers=64, block_bytes=4096, tokens_per_block=16)
+    assert not vmm_ops.kv_tensors_created()
