@@ -1,1 +1,29 @@
-//! To be written.
+//! What instances show each other: one record a process, a small file in shared memory.
+//!
+//! An instance creates its record with [`InstanceRecord::create`] and publishes figures through [`PoolRow::set`], which costs
+//! a few atomic stores. Anybody of the same user reads all records with [`list`].
+//!
+//! * **Where.** `<dir>/<name>.kvc`, mode 0600, in a directory of the user's own of mode 0700 ([`default_dir`]).
+//! * **Liveness.** The owner holds an exclusive `flock` on its file, which the kernel drops when the owner dies, however it dies.
+//!   A record whose lock is free is stale for good; [`list`] and [`InstanceRecord::create`] remove it. Only who holds the lock
+//!   of a file may remove its name, and a name is only ever taken while it is free, so that no two processes can undo each other.
+//! * **Fork.** A child that forks without exec shares the owner's lock: the record counts as alive until the child has ended too.
+//!   A child never removes its parent's record.
+//! * **Trust.** Readers copy the file and check every field; they never map it. A mangled file is a [`RecordError`], never a signal.
+#![deny(unsafe_code)]
+
+mod directory;
+mod error;
+mod layout;
+mod list;
+#[allow(unsafe_code)] // the one place: views a mapped file as atomics
+mod mapping;
+mod record;
+mod text;
+
+pub use directory::default_dir;
+pub use error::{ControlError, RecordError};
+pub use layout::{MAX_POOL_ROWS, RECORD_BYTES, RECORD_VERSION};
+pub use list::{InstanceView, Listed, PoolView, list};
+pub use record::{InstanceRecord, PoolRow};
+pub use text::MAX_TEXT_BYTES;

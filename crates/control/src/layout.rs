@@ -1,0 +1,252 @@
+//! The bytes of a record: fixed offsets, one version number, every field a whole number of 64-bit words.
+//!
+//! Writers see a [`Record`] over mapped memory; readers decode a copy of the bytes. Byte order is the machine's: a record never leaves it.
+//! A change of meaning or size is a new [`RECORD_VERSION`]; `spare` words are zero until one gives them a meaning.
+
+use std::mem::offset_of;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use crate::error::RecordError;
+use crate::list::{InstanceView, PoolView};
+use crate::text::{MAX_TEXT_BYTES, is_valid_text};
+
+/// Version of the layout that this crate writes and reads.
+pub const RECORD_VERSION: u64 = 1;
+/// Pools that one instance can show.
+pub const MAX_POOL_ROWS: usize = 8;
+/// Size of a record, bytes.
+pub const RECORD_BYTES: usize = size_of::<Record>();
+
+const MAGIC: [u8; 8] = *b"kvcached";
+const WORD: usize = size_of::<u64>();
+const TEXT_WORDS: usize = MAX_TEXT_BYTES / WORD;
+
+type Text = [AtomicU64; TEXT_WORDS];
+
+#[repr(C)]
+pub(crate) struct Record {
+    magic: AtomicU64,
+    version: AtomicU64,
+    total_bytes: AtomicU64,
+    pid: AtomicU64,
+    start_unix_ns: AtomicU64,
+    /// Counts publications, so that a watcher sees whether the figures move. Liveness is the file's lock, not this.
+    pub(crate) heartbeat: AtomicU64,
+    /// Odd while a row's name is being changed, so that a reader of several words can tell.
+    names_revision: AtomicU64,
+    spare: AtomicU64,
+    name: Text,
+    engine: Text,
+    device: Text,
+    pub(crate) pools: [Row; MAX_POOL_ROWS],
+}
+
+/// A row whose name is empty is free.
+#[repr(C)]
+pub(crate) struct Row {
+    name: Text,
+    pub(crate) used_bytes: AtomicU64,
+    pub(crate) reserved_bytes: AtomicU64,
+    pub(crate) virtual_bytes: AtomicU64,
+    pub(crate) quarantined_bytes: AtomicU64,
+    spare: [AtomicU64; 4],
+}
+
+// The layout is a contract between processes: a field that moves needs a new version, and this says so at build time.
+const _: () = assert!(RECORD_BYTES == 1280 && align_of::<Record>() == WORD && size_of::<Row>() == 128);
+const _: () = assert!(
+    offset_of!(Record, spare) == 56 && offset_of!(Record, name) == 64 && offset_of!(Record, pools) == 256
+);
+const _: () = assert!(offset_of!(Row, used_bytes) == 64 && offset_of!(Row, spare) == 96);
+
+impl Record {
+    /// Names row `index`, or frees it with an empty name. One caller at a time; its figures become zero.
+    pub(crate) fn rename_row(&self, index: usize, name: &str) {
+        let revision = self.names_revision.load(Ordering::Relaxed);
+        self.names_revision.store(revision.wrapping_add(1), Ordering::Relaxed);
+        fence(Ordering::Release);
+        let row = &self.pools[index];
+        for figure in [&row.used_bytes, &row.reserved_bytes, &row.virtual_bytes, &row.quarantined_bytes] {
+            figure.store(0, Ordering::Relaxed);
+        }
+        let mut padded = [0; MAX_TEXT_BYTES];
+        put_text(&mut padded, 0, name);
+        for (word, offset) in row.name.iter().zip((0..).step_by(WORD)) {
+            word.store(get_word(&padded, offset), Ordering::Relaxed);
+        }
+        self.names_revision.store(revision.wrapping_add(2), Ordering::Release);
+        self.heartbeat.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The bytes of a new record without pools. The texts were checked.
+pub(crate) fn encode(name: &str, engine: &str, device: &str, pid: u32, start_unix_ns: u64) -> Vec<u8> {
+    let mut bytes = vec![0; RECORD_BYTES];
+    bytes[offset_of!(Record, magic)..][..WORD].copy_from_slice(&MAGIC);
+    put_word(&mut bytes, offset_of!(Record, version), RECORD_VERSION);
+    put_word(&mut bytes, offset_of!(Record, total_bytes), RECORD_BYTES as u64);
+    put_word(&mut bytes, offset_of!(Record, pid), u64::from(pid));
+    put_word(&mut bytes, offset_of!(Record, start_unix_ns), start_unix_ns);
+    put_text(&mut bytes, offset_of!(Record, name), name);
+    put_text(&mut bytes, offset_of!(Record, engine), engine);
+    put_text(&mut bytes, offset_of!(Record, device), device);
+    bytes
+}
+
+/// Whether these are the first bytes of a record of this version, whatever its other fields hold.
+pub(crate) fn check_header(bytes: &[u8]) -> Result<(), RecordError> {
+    let header_bytes = offset_of!(Record, total_bytes) + WORD;
+    if bytes.len() < header_bytes {
+        return Err(RecordError::Truncated { bytes: bytes.len() });
+    }
+    if bytes[..WORD] != MAGIC {
+        return Err(RecordError::Magic);
+    }
+    let version = get_word(bytes, offset_of!(Record, version));
+    if version != RECORD_VERSION {
+        return Err(RecordError::Version { found: version });
+    }
+    for found in [get_word(bytes, offset_of!(Record, total_bytes)), bytes.len() as u64] {
+        if found != RECORD_BYTES as u64 {
+            return Err(RecordError::Size { found });
+        }
+    }
+    Ok(())
+}
+
+/// Checks every field of a copy of the record at `path`.
+pub(crate) fn decode(bytes: &[u8], path: &Path) -> Result<InstanceView, RecordError> {
+    check_header(bytes)?;
+    let pid = u32::try_from(get_word(bytes, offset_of!(Record, pid)));
+    let mut pools = Vec::new();
+    for index in 0..MAX_POOL_ROWS {
+        let row = offset_of!(Record, pools) + index * size_of::<Row>();
+        let name = row + offset_of!(Row, name);
+        if bytes[name] == 0 {
+            continue;
+        }
+        pools.push(PoolView {
+            name: get_text(bytes, name, "pool name")?,
+            used_bytes: get_word(bytes, row + offset_of!(Row, used_bytes)),
+            reserved_bytes: get_word(bytes, row + offset_of!(Row, reserved_bytes)),
+            virtual_bytes: get_word(bytes, row + offset_of!(Row, virtual_bytes)),
+            quarantined_bytes: get_word(bytes, row + offset_of!(Row, quarantined_bytes)),
+        });
+    }
+    Ok(InstanceView {
+        path: path.to_path_buf(),
+        name: get_text(bytes, offset_of!(Record, name), "instance name")?,
+        engine: get_text(bytes, offset_of!(Record, engine), "engine")?,
+        device: get_text(bytes, offset_of!(Record, device), "device")?,
+        pid: pid.map_err(|_| RecordError::Number { field: "pid" })?,
+        start_unix_ns: get_word(bytes, offset_of!(Record, start_unix_ns)),
+        heartbeat: get_word(bytes, offset_of!(Record, heartbeat)),
+        pools,
+    })
+}
+
+/// None while the owner is changing a name; else a number that differs after every change. `bytes` passed [`check_header`].
+pub(crate) fn settled_revision(bytes: &[u8]) -> Option<u64> {
+    let revision = get_word(bytes, offset_of!(Record, names_revision));
+    revision.is_multiple_of(2).then_some(revision)
+}
+
+fn put_word(bytes: &mut [u8], offset: usize, value: u64) {
+    bytes[offset..][..WORD].copy_from_slice(&value.to_ne_bytes());
+}
+
+fn put_text(bytes: &mut [u8], offset: usize, text: &str) {
+    bytes[offset..][..text.len()].copy_from_slice(text.as_bytes());
+}
+
+fn get_word(bytes: &[u8], offset: usize) -> u64 {
+    let mut word = [0; WORD];
+    word.copy_from_slice(&bytes[offset..][..WORD]);
+    u64::from_ne_bytes(word)
+}
+
+fn get_text(bytes: &[u8], offset: usize, field: &'static str) -> Result<String, RecordError> {
+    let padded = &bytes[offset..][..MAX_TEXT_BYTES];
+    let text = padded.split(|&byte| byte == 0).next().unwrap_or_default();
+    match std::str::from_utf8(text) {
+        Ok(text) if is_valid_text(text) => Ok(text.to_owned()),
+        _ => Err(RecordError::Text { field }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn sample() -> Vec<u8> {
+        encode("llama", "vllm 0.29.0", "cuda:0", 42, 7)
+    }
+
+    fn read(bytes: &[u8]) -> Result<InstanceView, RecordError> {
+        decode(bytes, Path::new("/x/llama.kvc"))
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let view = read(&sample()).unwrap();
+        assert_eq!(
+            (view.name.as_str(), view.engine.as_str(), view.device.as_str()),
+            ("llama", "vllm 0.29.0", "cuda:0")
+        );
+        assert_eq!((view.pid, view.start_unix_ns, view.heartbeat), (42, 7, 0));
+        assert!(view.pools.is_empty());
+    }
+
+    #[test]
+    fn a_text_may_fill_its_field() {
+        let full = "n".repeat(MAX_TEXT_BYTES);
+        let view = read(&encode(&full, &full, &full, 1, 1)).unwrap();
+        assert_eq!((view.name, view.engine, view.device), (full.clone(), full.clone(), full));
+    }
+
+    #[test]
+    fn every_lie_has_its_error() {
+        let with = |offset: usize, value: u64| {
+            let mut bytes = sample();
+            put_word(&mut bytes, offset, value);
+            read(&bytes)
+        };
+        let mut long = sample();
+        long.push(0);
+        assert!(matches!(read(&[]), Err(RecordError::Truncated { bytes: 0 })));
+        assert!(matches!(read(&sample()[..23]), Err(RecordError::Truncated { bytes: 23 })));
+        assert!(matches!(read(&sample()[..1279]), Err(RecordError::Size { found: 1279 })));
+        assert!(matches!(read(&long), Err(RecordError::Size { found: 1281 })));
+        assert!(matches!(with(0, 1), Err(RecordError::Magic)));
+        assert!(matches!(with(8, 2), Err(RecordError::Version { found: 2 })));
+        assert!(matches!(with(16, u64::MAX), Err(RecordError::Size { found: u64::MAX })));
+        assert!(matches!(with(24, 1 << 32), Err(RecordError::Number { field: "pid" })));
+        assert!(matches!(with(64, 0), Err(RecordError::Text { field: "instance name" })));
+        assert!(matches!(with(128, u64::MAX), Err(RecordError::Text { field: "engine" })));
+        assert!(matches!(with(192, 0x1b), Err(RecordError::Text { field: "device" })));
+        assert!(matches!(with(256, 0x1b), Err(RecordError::Text { field: "pool name" })));
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_make_a_reader_panic(
+            flips in prop::collection::vec((0..RECORD_BYTES, any::<u8>()), 0..40),
+            length in 0..RECORD_BYTES * 2,
+            whole in any::<bool>(),
+        ) {
+            let mut bytes = sample();
+            for (offset, value) in flips {
+                bytes[offset] = value;
+            }
+            if !whole {
+                bytes.resize(length, 0xff);
+            }
+            if let Ok(view) = read(&bytes) {
+                prop_assert!(is_valid_text(&view.name) && view.pools.len() <= MAX_POOL_ROWS);
+            }
+        }
+    }
+}

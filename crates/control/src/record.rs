@@ -1,0 +1,261 @@
+//! The owner's side of a record.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::fs::FlockOperation;
+
+use crate::directory::{Directory, read_copy};
+use crate::error::ControlError;
+use crate::layout::{MAX_POOL_ROWS, decode, encode};
+use crate::mapping::MappedRecord;
+use crate::text::{check_name, check_text, file_name};
+
+const TEMPORARY_PREFIX: &str = ".new-";
+
+/// This process as others see it. Thread-safe; closed when dropped.
+pub struct InstanceRecord {
+    path: PathBuf,
+    name: String,
+    shared: Arc<Shared>,
+    /// None once closed. The file holds the lock.
+    open: Mutex<Option<(Directory, File)>>,
+}
+
+/// What rows need after the record was closed.
+struct Shared {
+    mapped: MappedRecord,
+    owner_pid: u32,
+    rows: Mutex<[Option<String>; MAX_POOL_ROWS]>,
+}
+
+/// One pool's figures in the record. Clones write the same row; it is given back when the last of them goes.
+#[derive(Clone)]
+pub struct PoolRow {
+    row: Arc<OwnedRow>,
+}
+
+struct OwnedRow {
+    shared: Arc<Shared>,
+    index: usize,
+}
+
+impl InstanceRecord {
+    /// Publishes this process as instance `name` in `dir`, which is created if missing. A record whose owner has died makes way.
+    ///
+    /// `engine` is its name and version (`vllm 0.29.0`), `device` where its KV cache lies (`cuda:0`).
+    ///
+    /// # Errors
+    ///
+    /// [`ControlError`]: a bad name or text, a name that a live instance holds, a directory that is not ours alone, a refusal of the system.
+    pub fn create(dir: &Path, name: &str, engine: &str, device: &str) -> Result<Self, ControlError> {
+        check_name(name)?;
+        check_text("engine", engine)?;
+        check_text("device", device)?;
+        let directory = Directory::create(dir)?;
+        let temporary = temporary_name();
+        let path = directory.join(&file_name(name));
+        let file = directory
+            .create_locked(&temporary)
+            .map_err(|error| ControlError::io("create", &directory.join(&temporary), error))?;
+        match fill_and_publish(&directory, &file, &temporary, name, engine, device) {
+            Ok(mapped) => {
+                let shared = Shared { mapped, owner_pid: std::process::id(), rows: Mutex::default() };
+                Ok(Self {
+                    path,
+                    name: name.to_owned(),
+                    shared: Arc::new(shared),
+                    open: Mutex::new(Some((directory, file))),
+                })
+            }
+            Err(error) => {
+                // The first error is the one to tell; `list` removes what may be left.
+                let _ = directory.remove_locked(&file, &temporary);
+                Err(error)
+            }
+        }
+    }
+
+    /// A row for a pool of this name, all figures zero.
+    ///
+    /// # Errors
+    ///
+    /// [`ControlError`]: a bad name, one that a living [`PoolRow`] has, no row left, or the record is closed.
+    pub fn pool_row(&self, name: &str) -> Result<PoolRow, ControlError> {
+        check_text("pool name", name)?;
+        let open = lock(&self.open);
+        if open.is_none() {
+            return Err(ControlError::Closed { path: self.path.clone() });
+        }
+        let mut rows = lock(&self.shared.rows);
+        if rows.iter().flatten().any(|taken| taken == name) {
+            return Err(ControlError::PoolNameTaken { name: name.to_owned() });
+        }
+        let Some(index) = rows.iter().position(Option::is_none) else {
+            return Err(ControlError::PoolRowsFull { name: name.to_owned() });
+        };
+        rows[index] = Some(name.to_owned());
+        self.shared.mapped.record().rename_row(index, name);
+        Ok(PoolRow { row: Arc::new(OwnedRow { shared: Arc::clone(&self.shared), index }) })
+    }
+
+    /// Name of the instance.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The record's file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Removes the file; living [`PoolRow`]s stay usable and reach nobody. Idempotent. In a forked child nothing is removed.
+    pub fn close(&self) {
+        // In a child the lock may have been copied while another thread of the parent held it: never wait for it there.
+        if self.shared.is_foreign() {
+            if let Ok(mut open) = self.open.try_lock() {
+                *open = None;
+            }
+            return;
+        }
+        let Some((directory, file)) = lock(&self.open).take() else { return };
+        // A failure leaves a file without an owner, which the next `list` or `create` removes.
+        let _ = directory.remove_locked(&file, &file_name(&self.name));
+        // Not left to the end of `file`: the mapping, and forked children, share the lock.
+        let _ = rustix::fs::flock(&file, FlockOperation::Unlock);
+    }
+}
+
+impl Drop for InstanceRecord {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Shared {
+    /// Whether this is a forked child of the owner.
+    fn is_foreign(&self) -> bool {
+        self.owner_pid != std::process::id()
+    }
+}
+
+impl PoolRow {
+    /// Publishes the pool's figures, bytes. Atomic stores only: no system call, no lock.
+    pub fn set(&self, used_bytes: u64, reserved_bytes: u64, virtual_bytes: u64, quarantined_bytes: u64) {
+        let record = self.row.shared.mapped.record();
+        let row = &record.pools[self.row.index];
+        row.used_bytes.store(used_bytes, Ordering::Relaxed);
+        row.reserved_bytes.store(reserved_bytes, Ordering::Relaxed);
+        row.virtual_bytes.store(virtual_bytes, Ordering::Relaxed);
+        row.quarantined_bytes.store(quarantined_bytes, Ordering::Relaxed);
+        record.heartbeat.fetch_add(1, Ordering::Release);
+    }
+}
+
+impl Drop for OwnedRow {
+    fn drop(&mut self) {
+        if self.shared.is_foreign() {
+            return;
+        }
+        let mut rows = lock(&self.shared.rows);
+        self.shared.mapped.record().rename_row(self.index, "");
+        rows[self.index] = None;
+    }
+}
+
+impl std::fmt::Debug for InstanceRecord {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("InstanceRecord").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for PoolRow {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("PoolRow").field("index", &self.row.index).finish_non_exhaustive()
+    }
+}
+
+/// The file is complete and locked before it has its name: a reader sees a whole record of a live owner, or none.
+fn fill_and_publish(
+    directory: &Directory,
+    mut file: &File,
+    temporary: &str,
+    name: &str,
+    engine: &str,
+    device: &str,
+) -> Result<MappedRecord, ControlError> {
+    let failed = |doing| {
+        let path = directory.join(temporary);
+        move |error| ControlError::io(doing, &path, error)
+    };
+    // Before 1970 or after 2554 the time is wrong, not the record.
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let start_unix_ns = u64::try_from(since_epoch.as_nanos()).unwrap_or(u64::MAX);
+    let bytes = encode(name, engine, device, std::process::id(), start_unix_ns);
+    file.write_all(&bytes).map_err(failed("write"))?;
+    let mapped = MappedRecord::new(file).map_err(failed("map"))?;
+    let file_name = file_name(name);
+    if directory.publish(temporary, &file_name)? {
+        return Ok(mapped);
+    }
+    let path = directory.join(&file_name);
+    let holder = directory.open_file(&file_name).ok().flatten().and_then(|file| read_copy(&file).ok());
+    let pid = holder.and_then(|bytes| decode(&bytes, &path).ok()).map(|view| view.pid);
+    Err(ControlError::NameTaken { name: name.to_owned(), pid, path })
+}
+
+/// Differs from every other of this process; of a process with the same pid in another namespace by the time.
+fn temporary_name() -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let nanos = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    format!("{TEMPORARY_PREFIX}{}-{nanos}-{count}", std::process::id())
+}
+
+pub(crate) fn is_temporary(file_name: &str) -> bool {
+    file_name.starts_with(TEMPORARY_PREFIX)
+}
+
+/// What these locks guard is whole after every statement, so that a panic elsewhere is no reason to stop.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Listed, list};
+
+    #[test]
+    fn a_forked_child_removes_nothing() {
+        let home = tempfile::tempdir().unwrap();
+        let dir = home.path().join("records");
+        let mut record = InstanceRecord::create(&dir, "parent", "e", "cpu").unwrap();
+        let row = record.pool_row("kv").unwrap();
+        row.set(1, 2, 3, 4);
+        let path = record.path().to_path_buf();
+        drop(row);
+        let child_sees = Shared {
+            mapped: MappedRecord::new(&std::fs::File::options().read(true).write(true).open(&path).unwrap())
+                .unwrap(),
+            owner_pid: std::process::id() + 1,
+            rows: Mutex::default(),
+        };
+        child_sees.mapped.record().rename_row(0, "kv");
+        record.shared = Arc::new(child_sees);
+        drop(PoolRow { row: Arc::new(OwnedRow { shared: Arc::clone(&record.shared), index: 0 }) });
+        // A real child shares the open file, and with it the lock.
+        let shared_lock = lock(&record.open).as_ref().unwrap().1.try_clone().unwrap();
+        record.close();
+        record.close();
+        drop(record);
+        assert!(path.exists());
+        assert!(matches!(&list(&dir).unwrap()[..], [Listed::Instance(view)] if view.pools.len() == 1));
+        drop(shared_lock);
+        assert!(list(&dir).unwrap().is_empty(), "the mapping of another opening of the file holds no lock");
+    }
+}
