@@ -202,6 +202,19 @@ def test_restore_leaves_what_others_replaced_later(engine, caplog):
     assert "replaced again by others" in caplog.text
 
 
+def test_what_is_only_relied_on_is_verified_and_left(engine):
+    module, _ = engine
+    patches = PatchSet("fake", [seam(), seam(STEP, ("self", "by"), make=None)])
+    step = module.Counter.step
+    patches.verify("1.3")
+    patches.apply()
+    assert module.Counter.step is step
+    assert "relied on: a test" in patches.describe()
+    patches.restore()
+    with pytest.raises(SeamError, match="expected parameters"):
+        PatchSet("fake", [seam(STEP, ("self",), make=None)]).verify("1.3")
+
+
 def test_describe_names_every_seam(engine):
     patches = PatchSet("fake", [seam(), seam(STEP, ("self", "by"))])
     text = patches.describe()

@@ -1,8 +1,8 @@
 """What a seam is, and how a set of them is verified and applied: whole or not at all.
 
-An engine is changed only where it was declared to be changed. A `Seam` names one function or method of the engine,
-says which versions and which parameters it was written for and why it is replaced; a `PatchSet` verifies all of
-its seams before it touches the first one. Knows no engine.
+An engine is changed only where it was declared to be changed. A `Seam` names one function or method of the
+engine, says which versions and which parameters it was written for and why it is replaced; a `PatchSet`
+verifies all of its seams before it touches the first one. Knows no engine.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def _release(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Seam:
-    """One replacement.
+    """One function of the engine that we replace, or that our replacements call and rely on.
 
     Args:
         target: "module:Qualified.name" of a function, or of a method that its class itself defines.
-        make: given the original, returns the replacement.
+        make: given the original, returns the replacement. None: verified, and left as it is.
         parameters: names of the original's parameters, in order.
         versions: engine versions that the replacement was written for.
         why: shown when the set is described.
@@ -66,7 +66,7 @@ class Seam:
     """
 
     target: str
-    make: Callable[[Any], Any]
+    make: Callable[[Any], Any] | None
     parameters: tuple[str, ...]
     versions: Versions
     why: str
@@ -140,6 +140,8 @@ class PatchSet:
         captured: dict[int, tuple[Any, Any]] = {}
         try:
             for seam in self.seams:
+                if seam.make is None:
+                    continue
                 place, original = self._original(seam)
                 replacement = seam.make(original)
                 setattr(replacement, _MARK, seam.target)
@@ -163,7 +165,10 @@ class PatchSet:
     def describe(self) -> str:
         """One line a seam: its target, its versions, why, and whether it is applied."""
         state = "applied" if self.applied else "not applied"
-        lines = [f"  {seam.target} ({seam.versions}): {seam.why}" for seam in self.seams]
+        lines = [
+            f"  {seam.target} ({seam.versions}): {seam.why if seam.make else f'relied on: {seam.why}'}"
+            for seam in self.seams
+        ]
         return "\n".join([f"{self.engine}: {len(self.seams)} seams, {state}", *lines])
 
     def _original(self, seam: Seam) -> tuple[_Place, Any]:
