@@ -1,0 +1,244 @@
+"""Settings from the environment: each declared once, in `Settings`, with unit, default and what is accepted.
+
+docs/SETTINGS.md shows the same table (`settings_table`). What cannot be used is a `KVCachedConfigError`,
+never a silent default: a malformed value, limits that contradict, an unknown variable of our prefix.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field, fields
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from kvcached.errors import KVCachedConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["Setting", "Settings", "declared_settings", "settings_table"]
+
+T = TypeVar("T")
+
+PREFIX = "KVCACHED_"
+MIB = 1 << 20
+#: 1 PiB: more than any machine has, and in bytes still far from the end of 64 bits.
+MAX_MB = 1 << 30
+SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True)
+class Kind(Generic[T]):
+    """What a value may be. `parse` returns None for a text that is none of it."""
+
+    accepts: str
+    parse: Callable[[str], T | None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable, declared."""
+
+    variable: str
+    kind: Kind[Any]
+    default: str  # as people read it
+    unit: str  # "" where there is none
+    meaning: str
+
+
+def _choice(values: Mapping[str, T]) -> Kind[T]:
+    return Kind(", ".join(values), lambda text: values.get(text.lower()))
+
+
+def _count_from(least: int) -> Kind[int]:
+    def parse(text: str) -> int | None:
+        # int() takes more than people mean ("1_0", " 1", other digits), and very long numbers make it fail.
+        if not re.fullmatch(r"[0-9]{1,10}", text):
+            return None
+        number = int(text)
+        return number if least <= number <= MAX_MB else None
+
+    return Kind(f"a whole number from {least} to {MAX_MB}", parse)
+
+
+def _matching(pattern: str, accepts: str) -> Kind[str]:
+    return Kind(accepts, lambda text: text if re.fullmatch(pattern, text) else None)
+
+
+BOOLEAN = _choice(
+    {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+)
+# The rule of crates/control, here too: a bad name is refused before an engine has loaded its weights.
+NAME = _matching(
+    r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", "1 to 64 characters of A-Z a-z 0-9 . _ -, the first not a dot"
+)
+PAGE_ORDER = _choice({order: order for order in ("lowest", "highest")})
+LOG_LEVEL = _choice({level: level for level in ("debug", "info", "warning", "error")})
+
+
+def _declare(
+    variable: str,
+    kind: Kind[T],
+    *,
+    default: Any,
+    meaning: str,
+    unit: str = "",
+    default_shown: str | None = None,
+) -> Any:
+    shown = default_shown if default_shown is not None else str(default).lower()
+    return field(default=default, metadata={"setting": Setting(variable, kind, shown, unit, meaning)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of a process. Sizes in MiB as people set them; the properties `*_bytes` give bytes."""
+
+    enabled: bool = _declare(
+        "ENABLE_KVCACHED",
+        BOOLEAN,
+        default=False,
+        meaning="Make the KV cache of engines in this process elastic.",
+    )
+    autopatch: bool = _declare(
+        "KVCACHED_AUTOPATCH",
+        BOOLEAN,
+        default=True,
+        meaning="Patch an engine when it is imported; off, nothing happens until the integration is called.",
+    )
+    strict: bool = _declare(
+        "KVCACHED_STRICT",
+        BOOLEAN,
+        default=False,
+        meaning="Where kvcached cannot be used, refuse to start instead of running natively.",
+    )
+    ipc_name: str | None = _declare(
+        "KVCACHED_IPC_NAME",
+        NAME,
+        default=None,
+        default_shown="engine and process id",
+        meaning="Name of this instance, as `kvctl` shows it. One live instance a name.",
+    )
+    page_mb: int | None = _declare(
+        "KVCACHED_PAGE_MB",
+        _count_from(1),
+        default=None,
+        default_shown="chosen for the model",
+        unit="MiB",
+        meaning="Size of a page to aim at: the unit in which memory is taken and given back.",
+    )
+    min_reserved_mb: int = _declare(
+        "KVCACHED_MIN_RESERVED_MB",
+        _count_from(0),
+        default=0,
+        unit="MiB",
+        meaning="Memory of a pool that is kept ready at all times, without blocks in it.",
+    )
+    max_reserved_mb: int = _declare(
+        "KVCACHED_MAX_RESERVED_MB",
+        _count_from(0),
+        default=64,
+        unit="MiB",
+        meaning="Memory of a pool that may stay ready after its blocks were freed; what is above goes back. "
+        "At least `KVCACHED_MIN_RESERVED_MB`.",
+    )
+    page_order: str = _declare(
+        "KVCACHED_PAGE_ORDER",
+        PAGE_ORDER,
+        default="lowest",
+        meaning="Which free pages are handed out first. `highest` is a test switch: it proves that kernels "
+        "can address the end of the cache.",
+    )
+    log_level: str = _declare(
+        "KVCACHED_LOG_LEVEL", LOG_LEVEL, default="info", meaning="Least severity of kvcached's own log lines."
+    )
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
+        """The settings that `env` states; what it does not state has its default.
+
+        Raises:
+            KVCachedConfigError: a malformed value, a maximum below its minimum, or an unknown variable that
+                begins with `KVCACHED_`.
+        """
+        declared = dict(_declared())
+        known = {setting.variable for setting in declared.values()}
+        for variable in sorted(env):
+            if variable.startswith(PREFIX) and variable not in known:
+                raise KVCachedConfigError(
+                    f"{_shown(variable)} is not a setting of kvcached; the nearest is "
+                    f"{_nearest(variable, known)}. Rename or unset it"
+                )
+        stated: dict[str, Any] = {
+            name: _parse(setting, env[setting.variable])
+            for name, setting in declared.items()
+            if setting.variable in env
+        }
+        settings = cls(**stated)
+        if settings.max_reserved_mb < settings.min_reserved_mb:
+            raise KVCachedConfigError(
+                f"KVCACHED_MAX_RESERVED_MB ({settings.max_reserved_mb} MiB) is below "
+                f"KVCACHED_MIN_RESERVED_MB ({settings.min_reserved_mb} MiB): raise the one or lower the other"
+            )
+        return settings
+
+    @property
+    def page_bytes(self) -> int | None:
+        """Size of a page to aim at, bytes; None: the geometry solver chooses."""
+        return None if self.page_mb is None else self.page_mb * MIB
+
+    @property
+    def min_reserved_bytes(self) -> int:
+        """Bytes of a pool that are always kept ready."""
+        return self.min_reserved_mb * MIB
+
+    @property
+    def max_reserved_bytes(self) -> int:
+        """Bytes of a pool that may stay ready."""
+        return self.max_reserved_mb * MIB
+
+
+def declared_settings() -> tuple[Setting, ...]:
+    """All settings, in the order of the table."""
+    return tuple(setting for _, setting in _declared())
+
+
+def settings_table() -> str:
+    """The table of docs/SETTINGS.md, Markdown."""
+    rows = ["| variable | default | unit | accepted | meaning |", "|---|---|---|---|---|"]
+    rows += [
+        f"| `{s.variable}` | {s.default} | {s.unit or '-'} | {s.kind.accepts} | {s.meaning} |"
+        for s in declared_settings()
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _declared() -> Iterator[tuple[str, Setting]]:
+    """Field of `Settings` and its declaration."""
+    return ((f.name, f.metadata["setting"]) for f in fields(Settings))
+
+
+def _parse(setting: Setting, text: str) -> object:
+    value: object = setting.kind.parse(text)
+    if value is None:
+        unit = f" (unit: {setting.unit})" if setting.unit else ""
+        raise KVCachedConfigError(
+            f"{setting.variable}={_shown(text)} is not accepted: give {setting.kind.accepts}{unit}, "
+            f"or unset it for the default ({setting.default})"
+        )
+    return value
+
+
+def _shown(text: str) -> str:
+    """`text` fit for a message: escaped, and not longer than a message should be."""
+    return ascii(text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "...")
+
+
+def _nearest(variable: str, known: set[str]) -> str:
+    """By what is left without our name: in `KVCACHED_ENABLE` the word that counts is `ENABLE`."""
+    word = _distinct(variable)
+    return max(sorted(known), key=lambda name: SequenceMatcher(None, word, _distinct(name)).ratio())
+
+
+def _distinct(variable: str) -> str:
+    return variable.removeprefix(PREFIX).removesuffix("_KVCACHED")[:SHOWN_CHARS].upper()

@@ -1,0 +1,189 @@
+"""Settings from the environment: what is accepted, and that nothing else passes silently."""
+
+import contextlib
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from kvcached.config import Settings, declared_settings, settings_table
+from kvcached.errors import KVCachedConfigError
+
+NUMBERS = ["KVCACHED_PAGE_MB", "KVCACHED_MIN_RESERVED_MB", "KVCACHED_MAX_RESERVED_MB"]
+MOST_MB = 1 << 30
+
+
+def refusal(env: dict[str, str]) -> str:
+    with pytest.raises(KVCachedConfigError) as refused:
+        Settings.from_env(env)
+    return str(refused.value)
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    settings = Settings.from_env({})
+    assert settings == Settings()
+    assert dataclasses.asdict(settings) == {
+        "enabled": False,
+        "autopatch": True,
+        "strict": False,
+        "ipc_name": None,
+        "page_mb": None,
+        "min_reserved_mb": 0,
+        "max_reserved_mb": 64,
+        "page_order": "lowest",
+        "log_level": "info",
+    }
+    assert settings.page_bytes is None
+    assert (settings.min_reserved_bytes, settings.max_reserved_bytes) == (0, 64 << 20)
+
+
+def test_every_setting_can_be_stated() -> None:
+    stated = Settings.from_env(
+        {
+            "ENABLE_KVCACHED": "true",
+            "KVCACHED_AUTOPATCH": "off",
+            "KVCACHED_STRICT": "1",
+            "KVCACHED_IPC_NAME": "llama-8b.a_1",
+            "KVCACHED_PAGE_MB": "16",
+            "KVCACHED_MIN_RESERVED_MB": "128",
+            "KVCACHED_MAX_RESERVED_MB": "0128",
+            "KVCACHED_PAGE_ORDER": "highest",
+            "KVCACHED_LOG_LEVEL": "DEBUG",
+            "PATH": "/bin",
+        }
+    )
+    assert (stated.enabled, stated.autopatch, stated.strict) == (True, False, True)
+    assert (stated.page_mb, stated.min_reserved_mb, stated.max_reserved_mb) == (16, 128, 128)
+    assert (stated.ipc_name, stated.page_order, stated.log_level) == ("llama-8b.a_1", "highest", "debug")
+    assert (stated.page_bytes, stated.min_reserved_bytes) == (16 << 20, 128 << 20)
+
+
+def test_the_process_environment_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [v for v in os.environ if "KVCACHED" in v]:
+        monkeypatch.delenv(variable)
+    assert not Settings.from_env().enabled
+    monkeypatch.setenv("ENABLE_KVCACHED", "yes")
+    assert Settings.from_env().enabled
+
+
+@pytest.mark.parametrize("variable", ["ENABLE_KVCACHED", "KVCACHED_AUTOPATCH", "KVCACHED_STRICT"])
+def test_truth_has_four_words_and_falsehood_too(variable: str) -> None:
+    field = {"ENABLE_KVCACHED": "enabled"}.get(variable, variable.removeprefix("KVCACHED_").lower())
+    for word in ["true", "1", "yes", "on", "True", "ON"]:
+        assert getattr(Settings.from_env({variable: word}), field) is True
+    for word in ["false", "0", "no", "off", "False"]:
+        assert getattr(Settings.from_env({variable: word}), field) is False
+    for word in ["", "2", "truee", " true", "enable", "y"]:
+        message = refusal({variable: word})
+        assert f"{variable}={word!r} " in message
+        assert "true, 1, yes, on, false, 0, no, off" in message
+
+
+def test_a_malformed_value_is_explained() -> None:
+    assert refusal({"KVCACHED_PAGE_MB": "16MiB"}) == (
+        "KVCACHED_PAGE_MB='16MiB' is not accepted: give a whole number from 1 to 1073741824 (unit: MiB), "
+        "or unset it for the default (chosen for the model)"
+    )
+    assert refusal({"KVCACHED_LOG_LEVEL": "loud"}) == (
+        "KVCACHED_LOG_LEVEL='loud' is not accepted: give debug, info, warning, error, "
+        "or unset it for the default (info)"
+    )
+    assert "KVCACHED_PAGE_MB='0' " in refusal({"KVCACHED_PAGE_MB": "0"})
+    assert "KVCACHED_PAGE_ORDER='random' " in refusal({"KVCACHED_PAGE_ORDER": "random"})
+
+
+@pytest.mark.parametrize("name", ["", ".", ".hidden", "a/b", "a b", "ä", "a\n", "n" * 65])
+def test_a_bad_instance_name_is_refused(name: str) -> None:
+    assert "KVCACHED_IPC_NAME=" in refusal({"KVCACHED_IPC_NAME": name})
+
+
+def test_the_longest_instance_name_is_accepted() -> None:
+    assert Settings.from_env({"KVCACHED_IPC_NAME": "n" * 64}).ipc_name == "n" * 64
+
+
+def test_the_maximum_is_not_below_the_minimum() -> None:
+    message = refusal({"KVCACHED_MIN_RESERVED_MB": "65"})  # the default maximum counts too
+    assert message == (
+        "KVCACHED_MAX_RESERVED_MB (64 MiB) is below KVCACHED_MIN_RESERVED_MB (65 MiB): "
+        "raise the one or lower the other"
+    )
+    assert Settings.from_env({"KVCACHED_MIN_RESERVED_MB": "64"}).min_reserved_mb == 64
+
+
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("KVCACHED_PAGE_SIZE_MB", "KVCACHED_PAGE_MB"),
+        ("KVCACHED_MAX_RESERVED", "KVCACHED_MAX_RESERVED_MB"),
+        ("KVCACHED_MIN_RESERVE_MB", "KVCACHED_MIN_RESERVED_MB"),
+        ("KVCACHED_LOGLEVEL", "KVCACHED_LOG_LEVEL"),
+        ("KVCACHED_ENABLE", "ENABLE_KVCACHED"),
+        ("KVCACHED_page_mb", "KVCACHED_PAGE_MB"),
+    ],
+)
+def test_an_unknown_variable_of_ours_names_the_nearest(unknown: str, nearest: str) -> None:
+    assert refusal({unknown: "1"}) == (
+        f"{unknown!r} is not a setting of kvcached; the nearest is {nearest}. Rename or unset it"
+    )
+
+
+def test_variables_of_others_are_not_ours() -> None:
+    assert Settings.from_env({"KVCACHE_SIZE": "x", "MY_KVCACHED_X": "x", "kvcached_x": "x"}) == Settings()
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().page_mb = 3  # type: ignore[misc]
+
+
+def test_every_field_is_declared_once_with_what_a_reader_needs() -> None:
+    declared = declared_settings()
+    assert len(declared) == len(dataclasses.fields(Settings)) == len({s.variable for s in declared})
+    for setting in declared:
+        assert "KVCACHED" in setting.variable
+        assert all([setting.default, setting.kind.accepts, setting.meaning])
+        assert setting.variable.endswith("_MB") == (setting.unit == "MiB")
+
+
+def test_the_document_shows_the_declared_table() -> None:
+    document = Path(__file__).parents[2] / "docs" / "SETTINGS.md"
+    assert settings_table() in document.read_text(encoding="utf-8")
+
+
+def is_number(text: str, least: int) -> bool:
+    plain = 0 < len(text) <= 10 and set(text) <= set("0123456789")
+    return plain and least <= int(text) <= MOST_MB
+
+
+@given(st.sampled_from(NUMBERS), st.text(max_size=30) | st.integers().map(str) | st.floats().map(str))
+@example("KVCACHED_PAGE_MB", "9" * 5000)  # int() has a limit of its own on digits
+@example("KVCACHED_PAGE_MB", "\N{ARABIC-INDIC DIGIT FOUR}")
+@example("KVCACHED_PAGE_MB", "1_0")
+@example("KVCACHED_PAGE_MB", "16\n")
+@example("KVCACHED_PAGE_MB", "\udcff")
+@example("KVCACHED_MIN_RESERVED_MB", "-0")
+def test_a_malformed_number_is_a_config_error_and_nothing_else(variable: str, text: str) -> None:
+    assume(not is_number(text, least=1 if variable == "KVCACHED_PAGE_MB" else 0))
+    message = refusal({variable: text})
+    assert message.startswith(f"{variable}=")
+    assert len(message) < 600
+    assert message.isprintable()
+
+
+@given(st.integers(0, MOST_MB), st.integers(0, MOST_MB))
+def test_every_pair_of_reserves_is_taken_or_refused(least_mb: int, most_mb: int) -> None:
+    env = {"KVCACHED_MIN_RESERVED_MB": str(least_mb), "KVCACHED_MAX_RESERVED_MB": str(most_mb)}
+    if most_mb < least_mb:
+        assert "raise the one or lower the other" in refusal(env)
+    else:
+        settings = Settings.from_env(env)
+        assert (settings.min_reserved_bytes, settings.max_reserved_bytes) == (least_mb << 20, most_mb << 20)
+        assert settings.max_reserved_bytes < 1 << 63
+
+
+@given(st.dictionaries(st.text(max_size=20).map("KVCACHED_".__add__), st.text(max_size=20), max_size=4))
+def test_no_environment_raises_anything_else(env: dict[str, str]) -> None:
+    with contextlib.suppress(KVCachedConfigError):
+        Settings.from_env(env)
