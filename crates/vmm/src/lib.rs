@@ -1,1 +1,26 @@
-//! To be written.
+//! Addresses and mappings: where the blocks of a KV cache group lie, and the memory under them.
+//!
+//! [`Geometry`] is pure arithmetic: it chooses the page of a group and translates between block ids, pages and bytes.
+//! [`FTensor`] is one reserved range of addresses whose pages are backed and given back one by one while the range stays
+//! where it is. It speaks to physical memory through [`Driver`], which has a backend for NVIDIA GPUs ([`cuda`]), one for
+//! ordinary memory ([`host`]) and one that checks its caller (`sim`, a feature for tests).
+//!
+//! `unsafe` stays within the two real backends. They keep a book of what is theirs, so that no argument of a [`Driver`]
+//! method can reach memory of somebody else: the trait is safe to call.
+
+#![deny(unsafe_code)]
+
+mod book;
+pub mod cuda;
+pub mod driver;
+mod error;
+mod ftensor;
+pub mod geometry;
+pub mod host;
+#[cfg(any(test, feature = "sim"))]
+pub mod sim;
+
+pub use driver::{Device, Driver, DriverError, Handle, MemInfo, available, open};
+pub use error::{UnmapFailure, VmmError};
+pub use ftensor::{FTensor, live_ranges};
+pub use geometry::{Geometry, GeometryError, Shape, Target};

@@ -1,0 +1,220 @@
+//! What a driver has given out. It refuses calls that break the laws of virtual memory management before they reach the
+//! device, and is what makes [`Driver`](crate::Driver) safe to call.
+//!
+//! The laws: an address range is freed once and with nothing mapped in it; a mapping lies within one reservation, in a
+//! hole; a handle is mapped once and whole; it is released once and not while mapped; only a mapping is unmapped.
+//!
+//! `take_*` forgets a thing before the driver is asked to end it, so that no two threads can end it; a caller whose driver
+//! call then fails puts it back with `add_*`/`put_*`.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+
+use crate::driver::{DriverError, Handle};
+
+type Result<T> = std::result::Result<T, DriverError>;
+
+#[derive(Debug)]
+struct Held {
+    bytes: u64,
+    mapped: bool,
+}
+
+/// Ranges, handles and mappings of one driver.
+#[derive(Debug, Default)]
+pub(crate) struct Book {
+    ranges: BTreeMap<usize, u64>,
+    mappings: BTreeMap<usize, (u64, Handle)>,
+    handles: HashMap<Handle, Held>,
+    held_bytes: u64,
+}
+
+fn misuse<T>(call: &'static str, why: impl fmt::Display) -> Result<T> {
+    Err(DriverError::Misuse { call, why: why.to_string() })
+}
+
+/// One past the last address.
+fn end_of(address: usize, bytes: u64) -> Option<usize> {
+    address.checked_add(usize::try_from(bytes).ok()?)
+}
+
+/// Refuses sizes that are not whole multiples of the granularity.
+pub(crate) fn check_size(call: &'static str, bytes: u64, granularity: u64) -> Result<()> {
+    if bytes == 0 || !bytes.is_multiple_of(granularity) {
+        return misuse(
+            call,
+            format_args!("{bytes} bytes are not a multiple of the granularity {granularity}"),
+        );
+    }
+    Ok(())
+}
+
+impl Book {
+    /// Physical memory that has been created and not released, bytes.
+    pub fn held_bytes(&self) -> u64 {
+        self.held_bytes
+    }
+
+    pub fn put_range(&mut self, address: usize, bytes: u64) {
+        self.ranges.insert(address, bytes);
+    }
+
+    pub fn take_range(&mut self, call: &'static str, address: usize, bytes: u64) -> Result<()> {
+        let Some(end) = end_of(address, bytes).filter(|_| self.ranges.get(&address) == Some(&bytes)) else {
+            return misuse(call, format_args!("no reservation of {bytes} bytes at {address:#x}"));
+        };
+        if let Some((at, _)) = self.mappings.range(address..end).next() {
+            return misuse(call, format_args!("memory is mapped at {at:#x}"));
+        }
+        self.ranges.remove(&address);
+        Ok(())
+    }
+
+    pub fn put_handle(&mut self, handle: Handle, bytes: u64) {
+        if self.handles.insert(handle, Held { bytes, mapped: false }).is_none() {
+            self.held_bytes = self.held_bytes.saturating_add(bytes);
+        }
+    }
+
+    /// Returns the handle's size in bytes.
+    pub fn take_handle(&mut self, call: &'static str, handle: Handle) -> Result<u64> {
+        match self.handles.get(&handle) {
+            None => misuse(call, format_args!("no such handle: {:#x}", handle.raw())),
+            Some(held) if held.mapped => misuse(call, format_args!("handle {:#x} is mapped", handle.raw())),
+            Some(&Held { bytes, .. }) => {
+                self.handles.remove(&handle);
+                self.held_bytes = self.held_bytes.saturating_sub(bytes);
+                Ok(bytes)
+            }
+        }
+    }
+
+    pub fn add_mapping(
+        &mut self,
+        call: &'static str,
+        address: usize,
+        bytes: u64,
+        handle: Handle,
+    ) -> Result<()> {
+        let reserved = |end: usize| {
+            let (start, size) = self.ranges.range(..=address).next_back()?;
+            (end <= end_of(*start, *size)?).then_some(end)
+        };
+        let Some(end) = end_of(address, bytes).filter(|_| bytes > 0).and_then(reserved) else {
+            return misuse(call, format_args!("{bytes} bytes at {address:#x} are not reserved"));
+        };
+        let before = self.mappings.range(..end).next_back();
+        if before.is_some_and(|(at, (size, _))| end_of(*at, *size).is_none_or(|e| e > address)) {
+            return misuse(call, format_args!("memory is mapped at {address:#x} already"));
+        }
+        match self.handles.get_mut(&handle) {
+            Some(held) if held.bytes == bytes && !held.mapped => held.mapped = true,
+            Some(held) if held.mapped => {
+                return misuse(call, format_args!("handle {:#x} is mapped already", handle.raw()));
+            }
+            _ => return misuse(call, format_args!("no handle {:#x} of {bytes} bytes", handle.raw())),
+        }
+        self.mappings.insert(address, (bytes, handle));
+        Ok(())
+    }
+
+    pub fn check_mapping(&self, call: &'static str, address: usize, bytes: u64) -> Result<Handle> {
+        match self.mappings.get(&address) {
+            Some(&(size, handle)) if size == bytes => Ok(handle),
+            _ => misuse(call, format_args!("no mapping of {bytes} bytes at {address:#x}")),
+        }
+    }
+
+    pub fn take_mapping(&mut self, call: &'static str, address: usize, bytes: u64) -> Result<Handle> {
+        let handle = self.check_mapping(call, address, bytes)?;
+        self.mappings.remove(&address);
+        if let Some(held) = self.handles.get_mut(&handle) {
+            held.mapped = false;
+        }
+        Ok(handle)
+    }
+
+    /// Every mapping: address and bytes, by address.
+    #[cfg(any(test, feature = "sim"))]
+    pub fn mappings(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
+        self.mappings.iter().map(|(&address, &(bytes, _))| (address, bytes))
+    }
+
+    /// Counts of ranges, handles and mappings.
+    #[cfg(any(test, feature = "sim"))]
+    pub fn counts(&self) -> (usize, usize, usize) {
+        (self.ranges.len(), self.handles.len(), self.mappings.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = 4096;
+    const BASE: usize = 0x10_0000;
+    const H: Handle = Handle::from_raw(7);
+
+    fn book() -> Book {
+        let mut b = Book::default();
+        b.put_range(BASE, 4 * PAGE);
+        b.put_handle(H, PAGE);
+        b.put_handle(Handle::from_raw(8), PAGE);
+        b.put_handle(Handle::from_raw(9), 2 * PAGE);
+        b
+    }
+
+    fn refused<T: fmt::Debug>(r: Result<T>, law: &str) {
+        let said = r.unwrap_err().to_string();
+        assert!(said.starts_with("c refused: ") && said.contains(law), "{said}");
+    }
+
+    #[test]
+    fn mappings_lie_in_holes_of_reservations() {
+        let mut b = book();
+        refused(b.add_mapping("c", BASE - 4096, PAGE, H), "not reserved");
+        refused(b.add_mapping("c", BASE + 4 * 4096, PAGE, H), "not reserved");
+        refused(b.add_mapping("c", BASE + 3 * 4096, 2 * PAGE, Handle::from_raw(9)), "not reserved");
+        refused(b.add_mapping("c", BASE, 0, H), "not reserved");
+        refused(b.add_mapping("c", usize::MAX, PAGE, H), "not reserved");
+        refused(b.add_mapping("c", BASE, u64::MAX, H), "not reserved");
+        refused(b.add_mapping("c", BASE, 2 * PAGE, H), "no handle");
+        refused(b.add_mapping("c", BASE, PAGE, Handle::from_raw(1)), "no handle");
+        b.add_mapping("c", BASE + 4096, PAGE, H).unwrap();
+        refused(b.add_mapping("c", BASE + 2 * 4096, PAGE, H), "mapped already");
+        refused(b.add_mapping("c", BASE + 4096, PAGE, Handle::from_raw(8)), "mapped at");
+        refused(b.add_mapping("c", BASE, 2 * PAGE, Handle::from_raw(9)), "mapped at");
+        b.add_mapping("c", BASE + 2 * 4096, 2 * PAGE, Handle::from_raw(9)).unwrap();
+        b.add_mapping("c", BASE, PAGE, Handle::from_raw(8)).unwrap();
+        assert_eq!(b.counts(), (1, 3, 3));
+    }
+
+    #[test]
+    fn things_end_once_and_in_order() {
+        let mut b = book();
+        assert_eq!(b.held_bytes(), 4 * PAGE);
+        refused(b.take_mapping("c", BASE, PAGE), "no mapping");
+        b.add_mapping("c", BASE, PAGE, H).unwrap();
+        refused(b.take_handle("c", H), "is mapped");
+        refused(b.take_mapping("c", BASE, 2 * PAGE), "no mapping");
+        refused(b.take_range("c", BASE, 4 * PAGE), "memory is mapped");
+        assert_eq!(b.check_mapping("c", BASE, PAGE), Ok(H));
+        assert_eq!(b.take_mapping("c", BASE, PAGE), Ok(H));
+        refused(b.take_mapping("c", BASE, PAGE), "no mapping");
+        assert_eq!(b.take_handle("c", H), Ok(PAGE));
+        refused(b.take_handle("c", H), "no such handle");
+        refused(b.take_range("c", BASE, PAGE), "no reservation");
+        b.take_range("c", BASE, 4 * PAGE).unwrap();
+        refused(b.take_range("c", BASE, 4 * PAGE), "no reservation");
+        assert_eq!(b.held_bytes(), 3 * PAGE);
+        assert_eq!(b.counts(), (0, 2, 0));
+    }
+
+    #[test]
+    fn sizes_are_whole() {
+        check_size("c", 8192, 4096).unwrap();
+        for bad in [0, 1, 4095, 4097] {
+            refused(check_size("c", bad, 4096), "granularity");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Why a range could not do what was asked, and what that leaves behind.
+
+use thiserror::Error;
+
+use crate::driver::DriverError;
+use crate::geometry::GeometryError;
+
+/// Why an [`FTensor`](crate::FTensor) call failed. Each variant says what the call left behind.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum VmmError {
+    /// The driver failed. Everything that the call had done is undone.
+    #[error("{}{source}", at(*page))]
+    Driver {
+        /// The page that it was about, if one.
+        page: Option<u32>,
+        /// What failed.
+        source: DriverError,
+    },
+    /// The memory cannot be had now. Everything that the call had done is undone: asking again later is right.
+    #[error("{}{source}", at(*page))]
+    OutOfMemory {
+        /// The page that it was about, if one.
+        page: Option<u32>,
+        /// What failed.
+        source: DriverError,
+    },
+    /// A map failed, and so did undoing it: the pages listed are lost. All others of the call are unmapped again.
+    #[error("pages {pages:?} are quarantined: {cause}; undoing that: {source}")]
+    Quarantined {
+        /// The pages lost by this call, ascending.
+        pages: Vec<u32>,
+        /// What made the call fail.
+        cause: Box<DriverError>,
+        /// The first failure while undoing it.
+        source: Box<DriverError>,
+    },
+    /// An unmap failed part of the way; the report says where each page of the call stands.
+    #[error("{0}")]
+    Unmap(#[source] Box<UnmapFailure>),
+    /// The page was lost by an earlier call. Nothing was changed.
+    #[error("page {page} is quarantined")]
+    InQuarantine {
+        /// The page.
+        page: u32,
+    },
+    /// A page to unmap is not mapped. Nothing was changed.
+    #[error("page {page} is not mapped")]
+    NotMapped {
+        /// The page.
+        page: u32,
+    },
+    /// The range has no such page. Nothing was changed.
+    #[error("page {page} is outside the range of {num_pages} pages")]
+    PageOutOfRange {
+        /// The page.
+        page: u32,
+        /// Pages of the range.
+        num_pages: u32,
+    },
+    /// Another thread is mapping or unmapping the page at this moment. Nothing was changed.
+    #[error("page {page} is being mapped or unmapped by another thread")]
+    InTransition {
+        /// The page.
+        page: u32,
+    },
+    /// The geometry does not fit.
+    #[error(transparent)]
+    Geometry(#[from] GeometryError),
+}
+
+/// Where every page of a failed [`unmap`](crate::FTensor::unmap) stands. The three lists make up the call's pages.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error(
+    "unmapped {unmapped:?}, quarantined {quarantined:?}, still mapped {still_mapped:?}, memory not given back of {leaked:?}: {source}"
+)]
+pub struct UnmapFailure {
+    /// Holes again.
+    pub unmapped: Vec<u32>,
+    /// Their unmap failed: never used again.
+    pub quarantined: Vec<u32>,
+    /// Not tried: mapped and intact.
+    pub still_mapped: Vec<u32>,
+    /// Those of `unmapped` whose memory could not be released; that is tried again when the range is dropped.
+    pub leaked: Vec<u32>,
+    /// The first failure.
+    pub source: DriverError,
+}
+
+impl VmmError {
+    /// A driver's failure over `page`, out of memory told from the rest.
+    pub(crate) fn from_driver(page: Option<u32>, source: DriverError) -> Self {
+        if source.is_out_of_memory() {
+            VmmError::OutOfMemory { page, source }
+        } else {
+            VmmError::Driver { page, source }
+        }
+    }
+
+    /// Whether this is pressure: nothing changed, and asking again later may succeed.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, VmmError::OutOfMemory { .. })
+    }
+}
+
+fn at(page: Option<u32>) -> String {
+    page.map_or_else(String::new, |page| format!("page {page}: "))
+}
