@@ -1,0 +1,69 @@
+//! Why a pool refused, by what the caller can do about it.
+
+use kvcached_ledger::{BlockError, EpochError, LayoutError};
+
+use crate::mapper::{Cause, MapFailure};
+
+/// A pool's refusal. Only [`PoolError::StateConsistency`] ends its usefulness.
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    /// The layout cannot be: the user must act.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The caller broke the contract about blocks; nothing changed.
+    #[error(transparent)]
+    Block(#[from] BlockError),
+    /// The caller broke the contract about steps; nothing changed.
+    #[error(transparent)]
+    Epoch(#[from] EpochError),
+    /// There is no such page; nothing changed.
+    #[error("page {page} is outside a pool of {num_pages} pages")]
+    NoSuchPage {
+        /// The page asked about.
+        page: u32,
+        /// Pages of the pool.
+        num_pages: u32,
+    },
+    /// Memory is short: ask again later. Nothing changed.
+    #[error("{pages} more pages cannot be backed now: {source}")]
+    Exhausted {
+        /// Pages that the call needed.
+        pages: u32,
+        /// What stood in the way.
+        source: Cause,
+    },
+    /// These pages are lost; the pool goes on without them. Nothing else changed.
+    #[error("pages {pages:?} are in an unknown state and are never used again: {source}")]
+    Quarantined {
+        /// The lost pages.
+        pages: Vec<u32>,
+        /// What the driver said.
+        source: Cause,
+    },
+    /// The driver refused for another reason than memory. Nothing changed.
+    #[error("driver call failed: {source}")]
+    Driver {
+        /// What the driver said.
+        source: Cause,
+    },
+    /// The pool no longer knows what is mapped: stop using it.
+    #[error("pool state is unknown: {detail}")]
+    StateConsistency {
+        /// What happened.
+        detail: String,
+    },
+    /// The pool has been shut down.
+    #[error("the pool has been shut down")]
+    Shutdown,
+}
+
+impl PoolError {
+    /// What a failed map of `pages` pages means to whoever needed them.
+    pub(crate) fn from_map(failure: MapFailure, pages: u32) -> Self {
+        match failure {
+            MapFailure::OutOfMemory { source } => PoolError::Exhausted { pages, source },
+            MapFailure::Quarantined { pages, source } => PoolError::Quarantined { pages, source },
+            MapFailure::Driver { source } => PoolError::Driver { source },
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! What a pool needs of whoever maps memory.
+
+use std::error::Error;
+
+/// The driver's own error, for whoever has to act on it.
+pub type Cause = Box<dyn Error + Send + Sync + 'static>;
+
+/// Backs pages of one group and takes their memory again. Called without any lock of the pool, from any
+/// thread, and never for the same page from two threads at once.
+pub trait Mapper: Send + Sync {
+    /// Backs these pages, all or none, with memory that reads as zeros or old content of this group, never
+    /// another tenant's. Returns those that were not backed before.
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure>;
+
+    /// Takes the memory of these pages. No queued work reads them: the pool has waited for that.
+    fn unmap(&self, pages: &[u32]) -> Result<(), UnmapFailure>;
+
+    /// Waits for all work on the device.
+    fn synchronise(&self) -> Result<(), Cause>;
+
+    /// Physical bytes of one page, never 0.
+    fn page_bytes(&self) -> u64;
+
+    /// Reserved addresses, bytes.
+    fn virtual_bytes(&self) -> u64;
+}
+
+/// Why pages were not backed. Everything was undone, but for pages named as quarantined.
+#[derive(Debug, thiserror::Error)]
+pub enum MapFailure {
+    /// The device has no memory left: load, not a fault.
+    #[error("out of device memory")]
+    OutOfMemory {
+        /// What the driver said.
+        source: Cause,
+    },
+    /// Undoing failed as well: nobody knows whether these pages are mapped.
+    #[error("backing failed and could not be undone for pages {pages:?}")]
+    Quarantined {
+        /// Some of the pages of the call.
+        pages: Vec<u32>,
+        /// What the driver said.
+        source: Cause,
+    },
+    /// Anything else.
+    #[error("the driver refused to back pages")]
+    Driver {
+        /// What the driver said.
+        source: Cause,
+    },
+}
+
+impl MapFailure {
+    pub(crate) fn quarantined(&self) -> &[u32] {
+        match self {
+            MapFailure::Quarantined { pages, .. } => pages,
+            MapFailure::OutOfMemory { .. } | MapFailure::Driver { .. } => &[],
+        }
+    }
+}
+
+/// Why pages kept their memory. Pages of the call in neither list lost it.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "could not take the memory of pages: {still_mapped:?} keep it, {quarantined:?} are in an unknown state"
+)]
+pub struct UnmapFailure {
+    /// Nobody knows whether these are mapped.
+    pub quarantined: Vec<u32>,
+    /// These are mapped as before.
+    pub still_mapped: Vec<u32>,
+    /// What the driver said.
+    pub source: Cause,
+}

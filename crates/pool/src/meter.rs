@@ -1,0 +1,29 @@
+//! What a pool tells the outside about its memory.
+
+/// Bytes of one pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Usage {
+    /// Mapped, with at least one block held in the page.
+    pub used_bytes: u64,
+    /// Mapped, no block held: the reserve, retired pages, and pages on their way out.
+    pub reserved_bytes: u64,
+    /// Addresses.
+    pub virtual_bytes: u64,
+    /// Of pages in an unknown state: perhaps mapped, never used again.
+    pub quarantined_bytes: u64,
+}
+
+/// Takes the figures of a pool whenever they change. Called under the pool's lock, so that figures arrive
+/// in order: it must not block and must not call the pool.
+pub trait Meter: Send + Sync {
+    /// These figures hold from now on.
+    fn publish(&self, usage: &Usage);
+}
+
+/// A pool that nobody watches.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NoMeter;
+
+impl Meter for NoMeter {
+    fn publish(&self, _usage: &Usage) {}
+}
