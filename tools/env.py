@@ -210,8 +210,11 @@ def main() -> int:
     parser.add_argument("name", choices=["dev", "vllm", "vllm-cpu", "vllm-cuda"])
     parser.add_argument("--bare", action="store_true", help="vLLM without kvcached")
     parser.add_argument("--profile", default="dev", choices=["dev", "release"], help="how kvcached is built")
-    parser.add_argument("command", nargs="*", help="after `--`: run this in the environment")
-    options = parser.parse_args()
+    arguments, command = sys.argv[1:], []
+    if "--" in arguments:
+        at = arguments.index("--")
+        arguments, command = arguments[:at], arguments[at + 1 :]
+    options = parser.parse_args(arguments)
     try:
         home = environment(options.name)
         if options.name != "dev" and not options.bare:
@@ -219,8 +222,8 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         say(f"failed: {' '.join(error.cmd)}")
         return 1
-    if options.command:
-        become(options.command, home)
+    if command:
+        become(command, home)
     print(home)
     return 0
 
