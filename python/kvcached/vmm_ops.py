@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcached import _core
-from kvcached.errors import KVCachedConfigError
+from kvcached.errors import KVCachedConfigError, KVCachedError
 
 __all__ = [
     "backend_name",
@@ -43,7 +43,12 @@ _process: _Process | None = None
 
 
 def _default_device() -> str:
-    return "cuda:0" if _core.backend_available("cuda") is None else "cpu"
+    """The first GPU where the driver starts and finds one, else the host backend."""
+    try:
+        _core.granularity("cuda:0")
+    except KVCachedError:
+        return "cpu"
+    return "cuda:0"
 
 
 def init_kvcached(device: str | None = None, page_size: int = 0, contiguous_layout: bool = True) -> None:

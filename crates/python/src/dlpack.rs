@@ -122,8 +122,7 @@ fn into_capsule<M: Managed>(
     nbytes: i64,
     keep: Arc<dyn Any + Send + Sync>,
 ) -> PyResult<Py<PyAny>> {
-    let mut export =
-        Box::new(Export { managed: M::new(tensor), shape: [nbytes], strides: [1], _keep: keep });
+    let mut export = Box::new(Export { managed: M::new(tensor), shape: [nbytes], strides: [1], _keep: keep });
     let (shape, strides) = (export.shape.as_mut_ptr(), export.strides.as_mut_ptr());
     let tensor = export.managed.tensor();
     (tensor.shape, tensor.strides) = (shape, strides);

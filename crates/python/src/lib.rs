@@ -1,1 +1,68 @@
-//! To be written.
+//! `kvcached._core`: bindings of the pure crates, and nothing else. Documented in `_core.pyi`.
+
+use pyo3::prelude::*;
+
+mod dlpack;
+mod errors;
+mod geometry;
+mod instance;
+mod pool;
+mod tensor;
+
+use errors::Raise;
+use kvcached_vmm::Device;
+
+/// None where the backend's driver library can be used, else why it cannot. Does not start the driver.
+#[pyfunction]
+fn backend_available(py: Python<'_>, backend: &str) -> PyResult<Option<String>> {
+    let device = match backend {
+        "host" => Device::Host,
+        _ => tensor::parse_device(py, backend)?,
+    };
+    Ok(py.detach(|| kvcached_vmm::available(device)).err().map(|why| why.to_string()))
+}
+
+/// Smallest physical allocation of the device, bytes.
+#[pyfunction]
+fn granularity(py: Python<'_>, device: &str) -> PyResult<u64> {
+    let device = tensor::parse_device(py, device)?;
+    py.detach(|| Ok(kvcached_vmm::open(device)?.granularity()))
+        .map_err(|e: kvcached_vmm::DriverError| e.raise(py))
+}
+
+/// (free, total) bytes of the device.
+#[pyfunction]
+fn mem_info(py: Python<'_>, device: &str) -> PyResult<(u64, u64)> {
+    let device = tensor::parse_device(py, device)?;
+    let info = py
+        .detach(|| kvcached_vmm::open(device)?.mem_info())
+        .map_err(|e: kvcached_vmm::DriverError| e.raise(py))?;
+    Ok((info.free, info.total))
+}
+
+/// Ranges of addresses that this process has reserved and not freed.
+#[pyfunction]
+fn live_ranges() -> usize {
+    kvcached_vmm::live_ranges()
+}
+
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::geometry::Geometry;
+    #[pymodule_export]
+    use super::instance::{InstanceRecord, kvctl};
+    #[pymodule_export]
+    use super::pool::Pool;
+    #[pymodule_export]
+    use super::tensor::{Buffer, FTensor};
+    #[pymodule_export]
+    use super::{backend_available, granularity, live_ranges, mem_info};
+
+    #[pymodule_init]
+    fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
+        use pyo3::types::PyModuleMethods;
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        super::errors::register(module)
+    }
+}

@@ -1,0 +1,209 @@
+//! `Pool`.
+
+use std::sync::Arc;
+
+use kvcached_ledger::{Layout, PageOrder};
+use kvcached_pool::{Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::errors::Raise;
+use crate::geometry::Geometry;
+use crate::instance::InstanceRecord;
+use crate::tensor::FTensor;
+
+/// A ledger over an `FTensor`: hands out block ids of backed pages.
+#[pyclass(frozen, subclass, module = "kvcached._core")]
+pub struct Pool {
+    inner: Inner,
+    ftensor: Py<FTensor>,
+    geometry: Geometry,
+    num_blocks: u32,
+}
+
+impl Pool {
+    /// Runs `call` without the GIL: it may wait for the driver or for another thread.
+    fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&Inner) -> Result<T, PoolError> + Send,
+    ) -> PyResult<T> {
+        py.detach(|| call(&self.inner)).map_err(|e| e.raise(py))
+    }
+}
+
+#[pymethods]
+impl Pool {
+    #[new]
+    #[pyo3(signature = (
+        ftensor, *, geometry = None, num_blocks = None, reserve_null_block = false, async_sched = false,
+        min_reserved_bytes = 0, max_reserved_bytes = 64 << 20, highest_pages_first = false, record = None,
+        pool_name = None,
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python constructor")]
+    fn new(
+        py: Python<'_>,
+        ftensor: Py<FTensor>,
+        geometry: Option<&Geometry>,
+        num_blocks: Option<u64>,
+        reserve_null_block: bool,
+        async_sched: bool,
+        min_reserved_bytes: u64,
+        max_reserved_bytes: u64,
+        highest_pages_first: bool,
+        record: Option<&InstanceRecord>,
+        pool_name: Option<&str>,
+    ) -> PyResult<Self> {
+        let tensor = Arc::clone(&ftensor.get().inner);
+        let geometry = geometry.map_or_else(|| *tensor.geometry(), |g| g.inner);
+        let num_blocks = num_blocks.unwrap_or(tensor.num_blocks());
+        let num_pages = geometry.num_pages(num_blocks).map_err(|e| e.raise(py))?;
+        geometry.id_space(num_blocks).map_err(|e| e.raise(py))?;
+        if geometry.page_bytes() != tensor.geometry().page_bytes() || num_pages > tensor.num_pages() {
+            return Err(PyValueError::new_err(format!(
+                "{num_blocks} blocks need {num_pages} pages of {} bytes, the tensors have {} of {}",
+                geometry.page_bytes(),
+                tensor.num_pages(),
+                tensor.geometry().page_bytes(),
+            )));
+        }
+        let num_blocks = u32::try_from(num_blocks)?;
+        let order = if highest_pages_first { PageOrder::HighestFirst } else { PageOrder::LowestFirst };
+        let config = PoolConfig {
+            layout: Layout {
+                num_blocks,
+                blocks_per_page: geometry.blocks_per_page(),
+                ids_per_page: geometry.ids_per_page(),
+                order,
+            },
+            null_block: reserve_null_block,
+            async_sched,
+            min_reserved_bytes,
+            max_reserved_bytes,
+        };
+        let meter: Arc<dyn Meter> = match record {
+            None => Arc::new(NoMeter),
+            Some(record) => {
+                Arc::new(record.inner.pool_row(pool_name.unwrap_or("pool")).map_err(|e| e.raise(py))?)
+            }
+        };
+        let inner = py.detach(|| Inner::new(config, tensor, meter)).map_err(|e| e.raise(py))?;
+        Ok(Pool { inner, ftensor, geometry: Geometry { inner: geometry }, num_blocks })
+    }
+
+    #[getter]
+    fn ftensor(&self, py: Python<'_>) -> Py<FTensor> {
+        self.ftensor.clone_ref(py)
+    }
+
+    #[getter]
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    #[getter]
+    fn num_blocks(&self) -> u32 {
+        self.num_blocks
+    }
+
+    #[getter]
+    fn id_space(&self, py: Python<'_>) -> PyResult<u32> {
+        self.geometry.inner.id_space(self.num_blocks.into()).map_err(|e| e.raise(py))
+    }
+
+    #[getter]
+    fn null_block(&self) -> Option<u32> {
+        self.inner.null_block()
+    }
+
+    fn alloc(&self, py: Python<'_>, n: u32) -> PyResult<Option<Vec<u32>>> {
+        self.run(py, |pool| pool.alloc(n))
+    }
+
+    fn free(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<()> {
+        self.run(py, |pool| pool.free(&ids))
+    }
+
+    fn claim(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<()> {
+        self.run(py, |pool| pool.claim(&ids))
+    }
+
+    fn available_size(&self, py: Python<'_>) -> PyResult<u32> {
+        self.inner.available().map_err(|e| e.raise(py))
+    }
+
+    fn backed_size(&self, py: Python<'_>) -> PyResult<u32> {
+        self.inner.backed().map_err(|e| e.raise(py))
+    }
+
+    fn reserve_demand(&self, py: Python<'_>, n: u32) -> PyResult<u32> {
+        self.run(py, |pool| pool.reserve_demand(n))
+    }
+
+    fn try_to_reserve(&self, py: Python<'_>, n: u32) -> PyResult<bool> {
+        self.run(py, |pool| pool.try_to_reserve(n))
+    }
+
+    fn free_reserved(&self, py: Python<'_>) -> PyResult<()> {
+        self.run(py, Inner::free_reserved)
+    }
+
+    fn begin_step(&self, py: Python<'_>) -> PyResult<u64> {
+        self.inner.begin_step().map_err(|e| e.raise(py))
+    }
+
+    fn end_step(&self, py: Python<'_>, epoch: u64) -> PyResult<()> {
+        self.run(py, |pool| pool.end_step(epoch))
+    }
+
+    fn trim(&self, py: Python<'_>) -> PyResult<u64> {
+        self.run(py, Inner::trim)
+    }
+
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        self.run(py, Inner::clear)
+    }
+
+    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+        self.run(py, Inner::shutdown)
+    }
+
+    fn get_page_occupancy(&self, py: Python<'_>, page_ids: Vec<u32>) -> PyResult<Vec<(u32, u32)>> {
+        self.inner.occupancy(&page_ids).map_err(|e| e.raise(py))
+    }
+
+    fn pages_of(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<Vec<u32>> {
+        self.inner.pages_of(&ids).map_err(|e| e.raise(py))
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.inner.stats().map_err(|e| e.raise(py))?;
+        let pages = stats.pages;
+        let rows = [
+            ("free_pages", u64::from(pages.free)),
+            ("mapping_pages", pages.mapping.into()),
+            ("reserved_pages", pages.reserved.into()),
+            ("in_use_pages", pages.in_use.into()),
+            ("retired_pages", pages.retired.into()),
+            ("unmapping_pages", pages.unmapping.into()),
+            ("quarantined_pages", pages.quarantined.into()),
+            ("page_bytes", stats.page_bytes),
+            ("num_blocks", stats.num_blocks.into()),
+            ("held_blocks", stats.held_blocks.into()),
+            ("backed_blocks", stats.backed_blocks.into()),
+            ("available_blocks", stats.available_blocks.into()),
+            ("set_aside_blocks", stats.set_aside_blocks.into()),
+            ("used_bytes", stats.usage.used_bytes),
+            ("reserved_bytes", stats.usage.reserved_bytes),
+            ("virtual_bytes", stats.usage.virtual_bytes),
+            ("quarantined_bytes", stats.usage.quarantined_bytes),
+            ("mapped_bytes", stats.mapped_bytes),
+        ];
+        let dict = PyDict::new(py);
+        for (name, value) in rows {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+}
