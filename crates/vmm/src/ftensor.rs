@@ -389,3 +389,23 @@ impl Drop for FTensor {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::{Shape, Target};
+    use crate::sim::Sim;
+
+    #[test]
+    fn a_fork_leaves_everything_to_its_parent() {
+        let sim = Sim::new();
+        let shape = Shape { num_buffers: 1, block_bytes: 2 << 20, tokens_per_block: 1 };
+        let geometry = Geometry::solve(shape, Target { granularity: 2 << 20, page_bytes: None }).unwrap();
+        let mut tensor = FTensor::reserve(sim.clone(), geometry, 1).unwrap();
+        tensor.map(&[0]).unwrap();
+        sim.heal();
+        tensor.owner = u32::MAX;
+        drop(tensor);
+        assert_eq!((sim.calls().total(), sim.counts()), (0, (1, 1, 1)));
+    }
+}

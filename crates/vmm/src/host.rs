@@ -310,6 +310,26 @@ mod tests {
     }
 
     #[test]
+    fn a_fork_is_refused_and_does_not_reach_its_parents_memory() {
+        let mut host = Host::with_total(1 << 20).unwrap();
+        let page = host.granularity();
+        let (address, handle) = (host.reserve(page).unwrap(), host.create(page).unwrap());
+        let owner = std::mem::replace(&mut host.owner, u32::MAX);
+        let forked =
+            |r: Result<()>| assert!(matches!(r, Err(DriverError::Forked { owner: u32::MAX, .. })), "{r:?}");
+        forked(host.reserve(page).map(|_| ()));
+        forked(host.create(page).map(|_| ()));
+        forked(host.map(address, page, handle));
+        forked(host.set_access(address, page));
+        forked(host.unmap(address, page));
+        forked(host.release(handle));
+        forked(host.free(address, page));
+        host.owner = owner;
+        host.release(handle).unwrap();
+        host.free(address, page).unwrap();
+    }
+
+    #[test]
     fn arguments_that_are_not_its_own_are_refused() {
         let host = Host::with_total(1 << 20).unwrap();
         let page = host.granularity();

@@ -20,7 +20,7 @@ pub mod host;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
 
-pub use driver::{Device, Driver, DriverError, Handle, MemInfo, available, open};
+pub use driver::{Device, DeviceNameError, Driver, DriverError, Handle, MemInfo, available, open};
 pub use error::{UnmapFailure, VmmError};
 pub use ftensor::{FTensor, live_ranges};
 pub use geometry::{Geometry, GeometryError, Shape, Target};

@@ -36,9 +36,8 @@ impl Calls {
 
 #[derive(Debug)]
 enum Faults {
-    None,
-    /// The call of this number, from 1.
-    At(u32),
+    /// The calls of these numbers, from 1.
+    At(Vec<u32>),
     /// That call and all later ones.
     From(u32),
 }
@@ -76,7 +75,7 @@ impl Sim {
                 next_address: 1 << 40,
                 next_handle: 1,
                 calls: Calls::default(),
-                faults: Faults::None,
+                faults: Faults::At(vec![]),
                 refused: vec![],
             }),
         })
@@ -88,23 +87,28 @@ impl Sim {
 
     /// Fails the `k`-th call from now, from 1, without any effect. Starts the counts anew.
     pub fn fail_at(&self, k: u32) {
-        let mut state = self.state();
-        state.calls = Calls::default();
-        state.faults = Faults::At(k);
+        self.fail_each(&[k]);
+    }
+
+    /// Fails each of these calls, numbered from 1 from now, without any effect. Starts the counts anew.
+    pub fn fail_each(&self, calls: &[u32]) {
+        self.plan(Faults::At(calls.to_vec()));
     }
 
     /// Fails the `k`-th call from now, from 1, and every one after it. Starts the counts anew.
     pub fn fail_from(&self, k: u32) {
-        let mut state = self.state();
-        state.calls = Calls::default();
-        state.faults = Faults::From(k);
+        self.plan(Faults::From(k));
     }
 
     /// Nothing fails any more. Starts the counts anew.
     pub fn heal(&self) {
+        self.fail_each(&[]);
+    }
+
+    fn plan(&self, faults: Faults) {
         let mut state = self.state();
         state.calls = Calls::default();
-        state.faults = Faults::None;
+        state.faults = faults;
     }
 
     /// How much memory the device has from now on, bytes. What is held stays held.
@@ -112,7 +116,7 @@ impl Sim {
         self.state().budget_bytes = budget_bytes;
     }
 
-    /// Calls since the start, or since the latest `fail_at`, `fail_from` or `heal`.
+    /// Calls since the start, or since the latest `fail_*` or `heal`.
     pub fn calls(&self) -> Calls {
         self.state().calls
     }
@@ -161,10 +165,9 @@ impl Sim {
         let mut state = self.state();
         *count(&mut state.calls) += 1;
         let k = state.calls.total();
-        let fails = match state.faults {
-            Faults::None => false,
-            Faults::At(at) => k == at,
-            Faults::From(from) => k >= from,
+        let fails = match &state.faults {
+            Faults::At(calls) => calls.contains(&k),
+            Faults::From(from) => k >= *from,
         };
         if fails {
             return Err(DriverError::Call { call, code: FAULT_CODE, name: format!("fault in call {k}") });

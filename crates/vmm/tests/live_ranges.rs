@@ -1,0 +1,28 @@
+//! The count of live ranges is the process's, so this test has a process of its own.
+
+#![allow(clippy::unwrap_used)]
+
+use kvcached_vmm::sim::Sim;
+use kvcached_vmm::{FTensor, Geometry, Shape, Target, live_ranges};
+
+#[test]
+fn ranges_are_counted_until_they_are_freed() {
+    let shape = Shape { num_buffers: 2, block_bytes: 1 << 20, tokens_per_block: 16 };
+    let geometry = Geometry::solve(shape, Target { granularity: 2 << 20, page_bytes: Some(1) }).unwrap();
+    let sim = Sim::new();
+    let reserve = || FTensor::reserve(sim.clone(), geometry, 8);
+    assert_eq!(live_ranges(), 0);
+    let (a, b) = (reserve().unwrap(), reserve().unwrap());
+    assert_eq!(live_ranges(), 2);
+    drop(a);
+    assert_eq!(live_ranges(), 1);
+    sim.fail_at(1);
+    assert!(reserve().is_err());
+    assert_eq!(live_ranges(), 1);
+    // A page whose unmap failed may still be mapped: its range stays.
+    b.map(&[0, 1]).unwrap();
+    sim.fail_at(1);
+    assert!(b.unmap(&[1]).is_err());
+    drop(b);
+    assert_eq!((live_ranges(), sim.counts()), (1, (1, 1, 1)));
+}
