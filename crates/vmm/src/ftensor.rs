@@ -76,9 +76,6 @@ impl FTensor {
         let id_space = geometry.id_space(num_blocks)?;
         let num_pages = geometry.num_pages(num_blocks)?;
         let range_bytes = geometry.range_bytes(num_blocks)?;
-        if isize::try_from(range_bytes).is_err() {
-            return Err(GeometryError::RangeTooLarge { num_blocks }.into());
-        }
         let base = driver.reserve(range_bytes).map_err(|e| VmmError::from_driver(None, e))?;
         LIVE_RANGES.fetch_add(1, Ordering::SeqCst);
         let table = Table { slots: vec![Slot::Hole; num_pages as usize], num_mapped: 0, leaked: vec![] };
@@ -319,7 +316,7 @@ impl FTensor {
     }
 
     fn address(&self, page: u32) -> usize {
-        // Fits: the reservation holds `num_pages` pages and was checked to fit an isize.
+        // Fits: the page lies in a reservation that the driver has made.
         self.base + page as usize * self.geometry.page_bytes() as usize
     }
 

@@ -10,6 +10,9 @@
 
 #![deny(unsafe_code)]
 
+/// Addresses are `usize` and sizes `u64` throughout.
+const _: () = assert!(usize::BITS == 64);
+
 mod book;
 pub mod cuda;
 pub mod driver;

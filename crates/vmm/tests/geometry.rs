@@ -69,6 +69,22 @@ fn worked_examples() {
             None,
             "page 128 MiB (least padding up to 128 MiB): 5 buffers x 24 MiB chunk of 3 blocks (48 tokens), padding 6.3 %, 16 ids a page",
         ),
+        // 12 and 20 MiB are equally near, and 16 wastes 3.3 %.
+        (
+            180,
+            4 * KIB,
+            4 * MIB,
+            None,
+            "page 12 MiB (nearest 16 MiB with at most 2 % padding): 180 buffers x 68 KiB chunk of 17 blocks (272 tokens), padding 0.4 %, 3072 ids a page",
+        ),
+        // Exactly 2 % is little enough.
+        (
+            49,
+            32 * KIB,
+            1600 * KIB,
+            None,
+            "page 16000 KiB (nearest 16 MiB with at most 2 % padding): 49 buffers x 320 KiB chunk of 10 blocks (160 tokens), padding 2.0 %, 500 ids a page",
+        ),
         // A machine's own pages: 16 MiB itself fits.
         (
             4,
