@@ -13,9 +13,9 @@ ENV := python3 tools/env.py
 # One process, no thread pinning, 1 GiB of KV cache, nothing fetched: what the CPU build of vLLM needs to start in 10 s.
 ENGINE := VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 \
 	VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-PYTEST := $(wildcard tests/unit tests/packaging tests/engine)
+PYTEST = $(wildcard tests/unit tests/packaging tests/engine)
 
-.PHONY: help demo test test-rust test-python lint fmt wheel check-wheel env clean
+.PHONY: help demo test test-rust test-python lint fmt wheel check-wheel env env-tools clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -23,7 +23,7 @@ help: ## this list
 demo: ## a real vLLM natively and on kvcached, side by side (DEMO="--model-size 1b ...")
 	$(ENGINE) $(ENV) vllm --profile release -- python -m demo $(DEMO)
 
-test: test-rust test-python ## all tests
+test: wheel test-rust test-python ## all tests
 
 test-rust: ## the crates
 	cargo test --workspace --locked
@@ -54,6 +54,9 @@ check-wheel: wheel ## what the wheel and the sdist hold, and that both install
 env: ## make the environments, print where they are
 	@$(ENV) dev
 	@$(ENV) vllm
+
+env-tools:
+	@$(ENV) dev
 
 clean: ## build outputs of this tree; the cache stays
 	rm -rf dist out target

@@ -122,12 +122,14 @@ def plot(pairs: list[tuple[Run, Run]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(
-        len(pairs), 1, figsize=(9, 1.2 + 2.9 * len(pairs)), squeeze=False, sharex=True, layout="constrained"
+        len(pairs), 1, figsize=(9, 1.4 + 2.7 * len(pairs)), squeeze=False, layout="constrained"
     )
     for axes, (native, elastic) in zip(panels[:, 0], pairs, strict=True):
         _panel(axes, native, elastic)
     panels[-1, 0].set_xlabel("seconds since the first request")
     figure.suptitle(f"KV cache memory of vLLM {pairs[0][0].vllm}, the same requests in bursts")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -152,20 +154,18 @@ def _panel(axes: Axes, native: Run, elastic: Run) -> None:
     times = [s.time_s for s in elastic.samples]
     mapped = [s.mapped / unit for s in elastic.samples]
     used = [s.used / unit for s in elastic.samples]
+    axes.axhline(native.peak_bytes / unit, color=COLOURS["native"], lw=2, label="native, the whole KV cache")
+    axes.step(times, mapped, where="post", color=COLOURS["kvcached"], lw=1.8, label="kvcached, mapped")
     axes.fill_between(
-        times, used, step="post", color=COLOURS["kvcached"], alpha=0.25, lw=0, label="of it, blocks in use"
-    )
-    axes.step(times, mapped, where="post", color=COLOURS["kvcached"], lw=1.8, label="kvcached: memory mapped")
-    axes.plot(
-        [s.time_s for s in native.samples],
-        [s.mapped / unit for s in native.samples],
-        color=COLOURS["native"],
-        lw=1.8,
-        label="native: size of the KV cache",
+        *(times, used),
+        step="post",
+        color=COLOURS["kvcached"],
+        alpha=0.3,
+        lw=0,
+        label="kvcached, pages that hold blocks",
     )
     axes.set_title(f"prefix caching {'on' if native.prefix_caching else 'off'}", loc="left", fontsize=10)
     axes.set_ylabel(name)
-    axes.set_ylim(0, 1.18 * max(native.peak_bytes, elastic.peak_bytes) / unit)
+    axes.set_ylim(0, 1.2 * max(native.peak_bytes, elastic.peak_bytes) / unit)
     axes.set_xlim(times[0], times[-1])
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center right", fontsize=8, frameon=False)

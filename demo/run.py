@@ -125,7 +125,7 @@ class Sampler:
             moment, answer = float(line.removeprefix(MARK)), ""
 
     def _note(self, moment: float, answer: str) -> None:
-        rows = json.loads(answer) if answer.strip() else []
+        rows = json.loads(answer)["instances"] if answer else []
         for row in rows:
             if row["name"] == self.name:
                 self.samples.append(
