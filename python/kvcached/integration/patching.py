@@ -133,7 +133,11 @@ class PatchSet:
                 raise SeamError(f"{self.engine} {version}: {error}") from error.__cause__
 
     def apply(self) -> None:
-        """Replace every target, or none: a failure puts back what was replaced. Idempotent."""
+        """Replace every target, or none: a failure puts back what was replaced. Idempotent.
+
+        Raises:
+            SeamError: what went wrong; everything is as before.
+        """
         if self.applied:
             return
         done: list[_Change] = []
@@ -152,8 +156,10 @@ class PatchSet:
             for place, original, replacement in _captures(captured):
                 place.set(replacement)
                 done.append((place, original, replacement))
-        except BaseException:
+        except BaseException as error:
             _undo(done)
+            if isinstance(error, Exception) and not isinstance(error, SeamError):
+                raise SeamError(f"{self.engine}: the seams could not be applied: {error!r}") from error
             raise
         self._done = done
 

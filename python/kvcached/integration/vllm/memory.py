@@ -1,0 +1,177 @@
+"""One engine's elastic memory: from the KV cache that was agreed to the pool that its scheduler draws from."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+from kvcached import _core
+from kvcached.instance import process_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvcached.config import Settings
+    from kvcached.integration.vllm.capacity import OwnUse
+    from kvcached.integration.vllm.refusals import Agreement
+
+__all__ = ["EngineMemory", "closed_with_executor"]
+
+logger = logging.getLogger("kvcached")
+
+_ATTRIBUTE = "_kvcached_memory"
+
+
+class EngineMemory:
+    """What one engine has of us. Found again through the configs that it was attached to.
+
+    An engine's objects meet it in this order: the executor (`attach`), the KV cache config (`reserve`), the
+    worker (`tensor`), warm-up (`back_rows`, `unback`), the scheduler (`open_pool`), the end (`close`).
+    Engines in one process know nothing of each other.
+    """
+
+    def __init__(self, settings: Settings, engine: str) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.agreement: Agreement | None = None
+        self.pool: _core.Pool | None = None
+        self.own_use: OwnUse | None = None
+        self._ftensor: _core.FTensor | None = None
+        self._on_refusal: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------ finding it
+
+    @classmethod
+    def of(cls, config: Any) -> EngineMemory | None:
+        """The memory attached to a config, None for an engine that runs natively."""
+        return getattr(config, _ATTRIBUTE, None)
+
+    def attach(self, config: Any) -> None:
+        """Let `of(config)` find this memory, in copies of `config` too."""
+        setattr(config, _ATTRIBUTE, self)
+
+    @staticmethod
+    def detach(config: Any) -> None:
+        if hasattr(config, _ATTRIBUTE):
+            delattr(config, _ATTRIBUTE)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EngineMemory:
+        return self  # engines copy their configs; there is still one memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())  # in another process the config is an ordinary one
+
+    # ------------------------------------------------------------ refusal
+
+    def on_refusal(self, undo: Callable[[], None]) -> None:
+        """Have `undo` called if this engine turns out to be one that runs natively."""
+        self._on_refusal.append(undo)
+
+    def refuse(self) -> None:
+        """The engine runs natively after all: undo what it has seen of us, newest first."""
+        undo, self._on_refusal = self._on_refusal, []
+        self.close()
+        for call in reversed(undo):
+            call()
+
+    # ------------------------------------------------------------ addresses and memory
+
+    @property
+    def ftensor(self) -> _core.FTensor:
+        if self._ftensor is None:
+            raise _core.StateConsistencyError(
+                "the KV cache of this engine is not reserved, or closed already"
+            )
+        return self._ftensor
+
+    def reserve(self, agreement: Agreement, device: str) -> None:
+        """Reserve the addresses of all layers and back page 0, where the null block lies.
+
+        Raises:
+            GeometryError: no page fits, or ids would pass 2^31. KVCachedError: the driver refused.
+        """
+        self.close()
+        geometry = _core.Geometry.solve(
+            len(agreement.layers),
+            agreement.block_bytes,
+            _core.granularity(device),
+            page_bytes=self.settings.page_bytes,
+            tokens_per_block=agreement.tokens_per_block,
+        )
+        ftensor = _core.FTensor(device, geometry, agreement.num_blocks)
+        ftensor.map([0])
+        self.agreement, self._ftensor = agreement, ftensor
+        logger.info(
+            "elastic KV cache on %s: %d layers, %d blocks, %.1f GiB of addresses; %s",
+            device,
+            len(agreement.layers),
+            agreement.num_blocks,
+            ftensor.virtual_bytes / 2**30,
+            geometry.explain(),
+        )
+
+    def tensor(self, layer: str) -> Any:
+        """The bytes of a layer: a flat int8 torch tensor of exactly `id_space` blocks, a storage of its
+        own.
+        """
+        import torch
+
+        assert self.agreement is not None
+        return torch.from_dlpack(self.ftensor.buffers()[self.agreement.layers.index(layer)])
+
+    def back_rows(self, ids: Iterable[int]) -> list[int]:
+        """Back the pages behind these rows of every layer; returns those that were not backed before."""
+        ftensor = self.ftensor
+        pages = {page for row in set(ids) for page in ftensor.geometry.pages_of_row(row)}
+        return ftensor.map(sorted(page for page in pages if page < ftensor.num_pages))
+
+    def unback(self, pages: Iterable[int]) -> None:
+        """Take back what `back_rows` backed, once all GPU work has ended. Page 0 stays."""
+        self.ftensor.synchronise()
+        self.ftensor.unmap(sorted(set(pages) - {0}))
+
+    # ------------------------------------------------------------ the scheduler's pool
+
+    def open_pool(self) -> _core.Pool:
+        """The pool over the reserved range; from now on it alone maps and unmaps pages."""
+        self.pool = _core.Pool(
+            self.ftensor,
+            reserve_null_block=True,
+            async_sched=True,
+            min_reserved_bytes=self.settings.min_reserved_bytes,
+            max_reserved_bytes=self.settings.max_reserved_bytes,
+            highest_pages_first=self.settings.page_order == "highest",
+            record=process_record(self.engine, self.ftensor.device),
+            pool_name="KV cache",
+        )
+        return self.pool
+
+    def close(self) -> None:
+        """Give all memory back. Idempotent. The addresses go when the engine's last tensor does."""
+        pool, self.pool = self.pool, None
+        ftensor, self._ftensor = self._ftensor, None
+        if ftensor is None:
+            return
+        ftensor.synchronise()
+        if pool is not None:
+            pool.shutdown()
+        else:
+            ftensor.unmap(ftensor.mapped_pages())
+
+
+def closed_with_executor(original: Any) -> Any:
+    """Replacement of `UniProcExecutor.shutdown`: the worker has stopped, nothing reads the KV cache any
+    more.
+    """
+
+    @functools.wraps(original)
+    def shutdown(self: Any) -> Any:
+        try:
+            return original(self)
+        finally:
+            memory = EngineMemory.of(self.cache_config)
+            if memory is not None:
+                memory.close()
+
+    return shutdown

@@ -1,0 +1,58 @@
+"""When queued GPU work can no longer read a page: epochs.
+
+With asynchronous scheduling the next batch is queued while the last one runs, so that a request can end,
+and its blocks be freed, while a queued batch still reads them. Each scheduled batch begins an epoch; the
+scheduler processes a batch's output only when its GPU work has ended, and that ends the epoch. A page
+emptied meanwhile stays mapped until the latest epoch begun by then has ended. Batches end in the order in
+which they were scheduled; one that never comes back is covered by the next that does.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+from kvcached.integration.vllm.memory import EngineMemory
+
+__all__ = ["begin_step", "end_step"]
+
+_EPOCH = "_kvcached_epoch"
+STARVED_SLEEP_S = 0.001
+
+
+def begin_step(original: Any) -> Any:
+    """Replacement of `Scheduler.schedule`."""
+
+    @functools.wraps(original)
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        memory = EngineMemory.of(self.cache_config)
+        if memory is None or memory.pool is None:
+            return original(self, *args, **kwargs)
+        ledger = self.kv_cache_manager.block_pool.ledger
+        epoch = memory.pool.begin_step()
+        ledger.refused = False
+        output = original(self, *args, **kwargs)
+        setattr(output, _EPOCH, epoch)
+        if ledger.refused and not output.total_num_scheduled_tokens:
+            # Every request waits for memory that others hold: ask again soon, not at once, for each
+            # question is a driver call that they have to wait for.
+            time.sleep(STARVED_SLEEP_S)
+        return output
+
+    return schedule
+
+
+def end_step(original: Any) -> Any:
+    """Replacement of `Scheduler.update_from_output`, which is called once the batch's GPU work has ended."""
+
+    @functools.wraps(original)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        result = original(self, scheduler_output, model_runner_output)
+        memory = EngineMemory.of(self.cache_config)
+        epoch = getattr(scheduler_output, _EPOCH, None)
+        if memory is not None and memory.pool is not None and epoch is not None:
+            memory.pool.end_step(epoch)
+        return result
+
+    return update_from_output

@@ -1,0 +1,197 @@
+"""The seams of vLLM, declared: what we replace, what we only rely on, in which versions, and why."""
+
+from __future__ import annotations
+
+from kvcached.integration.patching import PatchSet, Seam, SeamError, Versions
+from kvcached.integration.vllm import allocation, block_pool, capacity, memory, release, warmup
+
+__all__ = ["SUPPORTED", "patch_set"]
+
+V26 = Versions("0.26", "0.27")
+V29 = Versions("0.29", "0.30")
+SUPPORTED = (V26, V29)
+
+_EXECUTOR = "vllm.v1.executor"
+_CORE = "vllm.v1.core"
+_WORKER = "vllm.v1.worker"
+
+
+def patch_set(version: str, device_type: str) -> PatchSet:
+    """The seams for one version.
+
+    Args:
+        version: vLLM's, "0.29.0+cpu" for instance.
+        device_type: "cuda" or "cpu": the CPU build has no memory profile and no V2 warm-up to seam.
+
+    Raises:
+        SeamError: a version that we do not carry.
+    """
+    for versions in SUPPORTED:
+        if version in versions:
+            seams = [*_engine(versions), *_scheduler(versions), *_relied_on(versions), *_allocation(versions)]
+            if device_type == "cuda":
+                seams += _gpu_worker(versions)
+            return PatchSet("vllm", seams)
+    carried = " and ".join(str(versions) for versions in SUPPORTED)
+    raise SeamError(
+        f"vllm {version} is not supported; {carried} are: use one of those, or unset ENABLE_KVCACHED"
+    )
+
+
+def _engine(versions: Versions) -> list[Seam]:
+    return [
+        Seam(
+            f"{_EXECUTOR}.abstract:Executor.initialize_from_config",
+            allocation.worker_sees_id_space,
+            ("self", "kv_cache_configs"),
+            versions,
+            "the KV cache is agreed, not yet allocated: reserve addresses, show the worker the id space",
+        ),
+        Seam(
+            f"{_EXECUTOR}.uniproc_executor:UniProcExecutor.shutdown",
+            memory.closed_with_executor,
+            ("self",),
+            versions,
+            "the worker is gone: give the memory back",
+        ),
+    ]
+
+
+def _scheduler(versions: Versions) -> list[Seam]:
+    scheduler = f"{_CORE}.sched.scheduler:Scheduler"
+    return [
+        Seam(
+            f"{scheduler}.__init__",
+            block_pool.adopt_block_pool,
+            (
+                *("self", "vllm_config", "kv_cache_config", "structured_output_manager", "block_size"),
+                *("hash_block_size", "mm_registry", "include_finished_set", "log_stats"),
+            ),
+            versions,
+            "the GPU block pool was built and nothing of it is in use: overlay it",
+        ),
+        Seam(
+            f"{scheduler}.schedule",
+            release.begin_step,
+            ("self", "throttle_prefills"),
+            versions,
+            "a batch begins an epoch",
+        ),
+        Seam(
+            f"{scheduler}.update_from_output",
+            release.end_step,
+            ("self", "scheduler_output", "model_runner_output"),
+            versions,
+            "the batch's GPU work has ended, and with it its epoch",
+        ),
+        Seam(
+            f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate",
+            block_pool.note_demand,
+            (
+                *("self", "request_id", "num_tokens", "new_computed_blocks", "num_encoder_tokens"),
+                *("total_computed_tokens", "num_local_computed_tokens", "num_tokens_main_model"),
+                "apply_admission_cap",
+            ),
+            versions,
+            "reserve while checking: memory is secured before an allocation touches anything",
+        ),
+    ]
+
+
+def _relied_on(versions: Versions) -> list[Seam]:
+    """Methods that the overlay of the block pool overrides or calls."""
+    queue, pool = f"{_CORE}.kv_cache_utils:FreeKVCacheBlockQueue", f"{_CORE}.block_pool:BlockPool"
+    declared = {
+        f"{queue}.popleft_n": ("self", "n"),
+        f"{queue}.remove": ("self", "block"),
+        f"{queue}.append": ("self", "block"),
+        f"{queue}.append_n": ("self", "blocks"),
+        f"{queue}.prepend_n": ("self", "blocks"),
+        f"{queue}.get_all_free_blocks": ("self",),
+        f"{pool}.get_num_free_blocks": ("self",),
+        f"{pool}.get_new_blocks": ("self", "num_blocks"),
+        f"{pool}.free_blocks": ("self", "ordered_blocks"),
+        f"{pool}.touch": ("self", "blocks"),
+        f"{pool}.reset_prefix_cache": ("self",),
+        f"{pool}._remove_cached_block_hashes": ("self", "block"),
+        f"{pool}._insert_block_hash": ("self", "block_hash_with_group_id", "block", "num_tokens"),
+    }
+    return [
+        Seam(target, None, parameters, versions, "overlay of the block pool")
+        for target, parameters in declared.items()
+    ]
+
+
+def _allocation(versions: Versions) -> list[Seam]:
+    if versions is V29:
+        return [
+            Seam(
+                f"{_WORKER}.utils:allocate_kv_cache",
+                allocation.kv_cache_views,
+                ("kv_cache_config", "device", "layout", "kernel_block_sizes"),
+                versions,
+                "one storage a layer on our addresses, viewed by vLLM's own code",
+                also_rebind=True,
+            ),
+            Seam(
+                "vllm.v1.kv_cache_interface:create_kv_cache_views",
+                None,
+                ("raw", "spec", "num_blocks", "layout", "kv_cache_tensor", "kernel_block_size"),
+                versions,
+                "the code that views",
+            ),
+        ]
+    return [
+        Seam(
+            f"{_WORKER}.gpu_model_runner:GPUModelRunner._allocate_kv_cache_tensors",
+            allocation.raw_tensors_v1,
+            ("self", "kv_cache_config"),
+            versions,
+            "runner V1: one raw tensor a layer on our addresses",
+        ),
+        Seam(
+            f"{_WORKER}.gpu.attn_utils:_allocate_kv_cache",
+            allocation.raw_tensors_v2,
+            ("kv_cache_config", "shared_layers", "device"),
+            versions,
+            "runner V2: the same",
+            also_rebind=True,
+        ),
+    ]
+
+
+def _gpu_worker(versions: Versions) -> list[Seam]:
+    warm_up = ("model_runner", "worker_execute_model", "worker_sample_tokens")
+    return [
+        Seam(
+            f"{_WORKER}.utils:request_memory",
+            capacity.budget_at_start,
+            ("init_snapshot", "cache_config"),
+            versions,
+            "a neighbour's memory is no reason not to start",
+            also_rebind=True,
+        ),
+        Seam(
+            f"{_WORKER}.gpu_worker:Worker.determine_available_memory",
+            capacity.measured_alone,
+            ("self",),
+            versions,
+            "what neighbours take or give back meanwhile is not this engine's use",
+        ),
+        Seam(
+            f"{_WORKER}.gpu.warmup:warmup_kernels",
+            warmup.back_made_up_blocks,
+            warm_up,
+            versions,
+            "writes to block ids that nobody issued",
+            also_rebind=True,
+        ),
+        Seam(
+            f"{_WORKER}.gpu.warmup:run_mixed_prefill_decode_warmup",
+            warmup.back_made_up_blocks,
+            (*warm_up, "num_tokens", "mixed_step_context", "req_id_prefix"),
+            versions,
+            "writes to block ids that nobody issued",
+            also_rebind=True,
+        ),
+    ]
