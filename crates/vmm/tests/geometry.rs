@@ -302,3 +302,26 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn other_blocks_fill_the_same_chunks_or_are_refused() {
+    let laid_out = solve(64, 256 * KIB, 2 * MIB, None).unwrap();
+    let seen = laid_out.with_block(32 * KIB, 16).unwrap();
+    assert_eq!(seen.page_bytes(), laid_out.page_bytes());
+    assert_eq!(seen.chunk_bytes(), laid_out.chunk_bytes());
+    assert_eq!(seen.blocks_per_page(), 8 * laid_out.blocks_per_page());
+    assert_eq!(seen.ids_per_page(), 8 * laid_out.ids_per_page());
+    assert_eq!(seen.tokens_per_block(), 16);
+    // Every block keeps its bytes: the offset of block k is that of its eighth of the wider block.
+    for index in 0..64 {
+        let wide = u64::from(laid_out.block_id(index / 8).unwrap()) * laid_out.block_bytes();
+        let narrow = u64::from(seen.block_id(index).unwrap()) * seen.block_bytes();
+        assert_eq!(narrow, wide + index % 8 * seen.block_bytes());
+    }
+    assert_eq!(laid_out.with_block(laid_out.block_bytes(), 1), Ok(laid_out));
+    let said = laid_out.with_block(3000, 1).unwrap_err().to_string();
+    assert!(said.contains("block_bytes=3000"), "{said}");
+    assert!(laid_out.with_block(512 * KIB, 1).is_err());
+    assert!(laid_out.with_block(0, 1).is_err());
+    assert!(laid_out.with_block(4096, 0).is_err());
+}
