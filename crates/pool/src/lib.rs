@@ -6,6 +6,7 @@
 
 mod config;
 mod error;
+mod ftensor;
 mod mapper;
 mod meter;
 mod pool;

@@ -1,5 +1,7 @@
 //! What a pool tells the outside about its memory.
 
+use kvcached_control::PoolRow;
+
 /// Bytes of one pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Usage {
@@ -26,4 +28,12 @@ pub struct NoMeter;
 
 impl Meter for NoMeter {
     fn publish(&self, _usage: &Usage) {}
+}
+
+/// A pool that other processes see in its instance's record.
+impl Meter for PoolRow {
+    fn publish(&self, usage: &Usage) {
+        let Usage { used_bytes, reserved_bytes, virtual_bytes, quarantined_bytes } = *usage;
+        self.set(used_bytes, reserved_bytes, virtual_bytes, quarantined_bytes);
+    }
 }

@@ -24,6 +24,8 @@ pub struct Pool {
     /// Idle pages that stay mapped.
     keep: u32,
     null_block: Option<u32>,
+    /// Process that made it.
+    owner: u32,
     /// Never locked across a call of `mapper`.
     state: Mutex<State>,
     /// Some driver call has ended, or there is no point in waiting for one.
@@ -81,6 +83,7 @@ impl Pool {
             virtual_bytes: mapper.virtual_bytes(),
             keep: config.max_reserved_pages(page_bytes),
             null_block: config.null_block.then_some(0),
+            owner: std::process::id(),
             state: Mutex::new(State {
                 ledger,
                 settlements: 0,
@@ -275,11 +278,12 @@ impl Pool {
             state = self.settled.wait_timeout(state, left).map_err(|_| poisoned())?.0;
         }
         drop(state);
-        let synchronised = self.mapper.synchronise();
+        // Work that may still run reads these pages: where it cannot be waited for they stay mapped.
+        self.mapper.synchronise().map_err(|source| PoolError::Driver { source })?;
         let mut state = self.lock()?;
         state.ledger.clear_all();
-        let (state, released) = self.release(state, 0)?;
-        if let Some(UnmapFailure { quarantined, source, .. }) = released.failure {
+        let (state, failure) = self.release_all(state)?;
+        if let Some(UnmapFailure { quarantined, source, .. }) = failure {
             return Err(if quarantined.is_empty() {
                 PoolError::Driver { source }
             } else {
@@ -293,7 +297,7 @@ impl Pool {
             let detail = "a driver call did not end in time".to_owned();
             return Err(PoolError::StateConsistency { detail });
         }
-        synchronised.map_err(|source| PoolError::Driver { source })
+        Ok(())
     }
 
     // ---------------------------------------------------------------- reading
@@ -420,6 +424,30 @@ impl Pool {
         Ok((state, Released { pages: gone as u32, failure }))
     }
 
+    /// Unmaps all reserved pages. A mapper may stop at the first page that fails: goes on as long as each round
+    /// settles some. Returns the first failure, with every page that was lost.
+    fn release_all<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+    ) -> Result<(Guard<'a>, Option<UnmapFailure>), PoolError> {
+        let mut first: Option<UnmapFailure> = None;
+        loop {
+            let before = state.ledger.page_counts().reserved;
+            let (next, released) = self.release(state, 0)?;
+            state = next;
+            if let Some(failure) = released.failure {
+                match &mut first {
+                    Some(first) => first.quarantined.extend(failure.quarantined),
+                    None => first = Some(failure),
+                }
+            }
+            let left = state.ledger.page_counts().reserved;
+            if left == 0 || left >= before {
+                return Ok((state, first));
+            }
+        }
+    }
+
     /// [`Pool::release`] down to the reserve, for calls that have done their work already.
     fn shrink(&self, state: Guard<'_>) {
         if let Err(error) = self.release(state, self.keep) {
@@ -489,6 +517,9 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
+        if std::process::id() != self.owner {
+            return; // a fork inherits the value, perhaps locked, but not the memory
+        }
         if let Err(error) = self.shutdown() {
             tracing::warn!(%error, "a pool could not be shut down when it was dropped");
         }

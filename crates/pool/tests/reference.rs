@@ -1,0 +1,197 @@
+//! Random histories of a pool against a set of ids and a budget of pages.
+#![allow(clippy::unwrap_used)]
+
+mod fake;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use fake::{Fake, Fault, PAGE_BYTES, check, config, pool_over};
+use kvcached_pool::{Layout, PageOrder, PoolConfig, PoolError};
+use proptest::prelude::*;
+use proptest::sample::Index;
+
+#[derive(Debug, Clone)]
+enum Op {
+    Alloc(u32),
+    Free(Vec<Index>),
+    FreeRaw(Vec<u32>),
+    Claim(Vec<u32>),
+    Demand(u32),
+    SetAside(u32),
+    FreeReserved,
+    Begin,
+    End,
+    Trim,
+    Clear,
+    Budget(usize),
+    Fault(usize, bool),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        8 => (0u32..16).prop_map(Op::Alloc),
+        8 => prop::collection::vec(any::<Index>(), 0..12).prop_map(Op::Free),
+        1 => prop::collection::vec(0u32..60, 1..4).prop_map(Op::FreeRaw),
+        2 => prop::collection::vec(0u32..60, 1..4).prop_map(Op::Claim),
+        3 => (0u32..30).prop_map(Op::Demand),
+        1 => (0u32..6).prop_map(Op::SetAside),
+        1 => Just(Op::FreeReserved),
+        3 => Just(Op::Begin),
+        3 => Just(Op::End),
+        1 => Just(Op::Trim),
+        1 => Just(Op::Clear),
+        1 => (0usize..14).prop_map(Op::Budget),
+        1 => (0usize..3, any::<bool>()).prop_map(|(k, lost)| Op::Fault(k, lost)),
+    ]
+}
+
+fn run(config: PoolConfig, ops: Vec<Op>) -> Result<(), TestCaseError> {
+    let fake = Arc::new(Fake::default());
+    let pool = pool_over(&fake, config).unwrap();
+    let keep = config.max_reserved_bytes.max(config.min_reserved_bytes) / PAGE_BYTES;
+    let mut held: BTreeSet<u32> = pool.null_block().into_iter().collect();
+    let mut open = Vec::new();
+    for op in ops {
+        let before = pool.stats().unwrap();
+        let (shortages, faults) = fake.counts();
+        match op {
+            Op::Alloc(n) => match pool.alloc(n) {
+                Ok(Some(ids)) => {
+                    prop_assert_eq!(ids.len(), n as usize);
+                    for id in ids {
+                        prop_assert!(held.insert(id), "{} is held twice", id);
+                    }
+                }
+                Ok(None) => {
+                    let short = fake.counts().0 > shortages;
+                    prop_assert!(short || n > before.available_blocks);
+                    prop_assert_eq!(pool.stats().unwrap(), before);
+                }
+                Err(error) => prop_assert!(matches!(error, PoolError::Quarantined { .. }), "{}", error),
+            },
+            Op::Free(picks) => {
+                let may: Vec<u32> =
+                    held.iter().copied().filter(|id| pool.null_block() != Some(*id)).collect();
+                if may.is_empty() {
+                    continue;
+                }
+                let ids: BTreeSet<u32> = picks.iter().map(|pick| *pick.get(&may)).collect();
+                ids.iter().for_each(|id| assert!(held.remove(id)));
+                let ids: Vec<u32> = ids.into_iter().collect();
+                pool.free(&ids).unwrap();
+            }
+            Op::FreeRaw(ids) => {
+                let unique: BTreeSet<u32> = ids.iter().copied().collect();
+                let may = unique.len() == ids.len()
+                    && unique.is_subset(&held)
+                    && !ids.iter().any(|&id| pool.null_block() == Some(id));
+                prop_assert_eq!(pool.free(&ids).is_ok(), may);
+                if may {
+                    held.retain(|id| !unique.contains(id));
+                } else {
+                    prop_assert_eq!(pool.stats().unwrap(), before);
+                }
+            }
+            Op::Claim(ids) => match pool.claim(&ids) {
+                Ok(()) => {
+                    for id in ids {
+                        prop_assert!(held.insert(id), "{} is held twice", id);
+                    }
+                }
+                Err(PoolError::Quarantined { .. }) => {}
+                Err(PoolError::Exhausted { .. }) => {
+                    prop_assert!(fake.counts().0 > shortages);
+                    prop_assert_eq!(pool.stats().unwrap(), before);
+                }
+                Err(PoolError::Block(_)) => prop_assert_eq!(pool.stats().unwrap(), before),
+                Err(error) => prop_assert!(false, "{}", error),
+            },
+            Op::Demand(n) => match pool.reserve_demand(n) {
+                Ok(got) => {
+                    let stats = pool.stats().unwrap();
+                    prop_assert_eq!(got, n.min(stats.backed_blocks));
+                    let short = fake.counts().0 > shortages;
+                    prop_assert!(short || got == n.min(stats.available_blocks));
+                    // What is on hand needs no driver call.
+                    let calls = fake.inner().calls.len();
+                    let ids = pool.alloc(got).unwrap().unwrap();
+                    prop_assert_eq!(fake.inner().calls.len(), calls);
+                    for id in ids {
+                        prop_assert!(held.insert(id), "{} is held twice", id);
+                    }
+                }
+                Err(error) => prop_assert!(matches!(error, PoolError::Quarantined { .. }), "{}", error),
+            },
+            Op::SetAside(n) => match pool.try_to_reserve(n) {
+                Ok(true) => {
+                    let after = pool.stats().unwrap();
+                    prop_assert_eq!(after.set_aside_blocks, before.set_aside_blocks + n);
+                    prop_assert_eq!(after.available_blocks, before.available_blocks);
+                }
+                Ok(false) => prop_assert_eq!(pool.stats().unwrap(), before),
+                Err(error) => prop_assert!(matches!(error, PoolError::Quarantined { .. }), "{}", error),
+            },
+            Op::FreeReserved => {
+                pool.free_reserved().unwrap();
+                prop_assert_eq!(pool.stats().unwrap().set_aside_blocks, 0);
+            }
+            Op::Begin => open.push(pool.begin_step().unwrap()),
+            Op::End => {
+                if !open.is_empty() {
+                    pool.end_step(open.remove(0)).unwrap();
+                    let pages = pool.stats().unwrap().pages;
+                    let faulted = fake.counts().1 > faults;
+                    prop_assert!(faulted || u64::from(pages.reserved) <= keep, "{:?}", pages);
+                }
+            }
+            Op::Trim => {
+                let bytes = pool.trim().unwrap();
+                let after = pool.stats().unwrap();
+                let lost = after.usage.quarantined_bytes - before.usage.quarantined_bytes;
+                prop_assert_eq!(before.mapped_bytes - after.mapped_bytes, bytes + lost);
+            }
+            Op::Clear => {
+                if pool.clear().is_ok() {
+                    held.retain(|&id| pool.null_block() == Some(id));
+                }
+            }
+            Op::Budget(pages) => fake.set_budget(pages),
+            Op::Fault(k, lost) => fake.fail_at(k, if lost { Fault::Lost } else { Fault::Refused }),
+        }
+        check(&fake, &pool);
+        prop_assert_eq!(pool.stats().unwrap().held_blocks as usize, held.len());
+        let ids: Vec<u32> = held.iter().copied().collect();
+        let mapped = fake.mapped();
+        prop_assert!(pool.pages_of(&ids).unwrap().iter().all(|page| mapped.contains(page)));
+    }
+    fake.heal();
+    pool.shutdown().unwrap();
+    check(&fake, &pool);
+    prop_assert_eq!(fake.mapped(), Vec::<u32>::new());
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+
+    #[test]
+    fn agrees_with_the_reference(
+        highest in any::<bool>(),
+        null_block in any::<bool>(),
+        async_sched in any::<bool>(),
+        (min, max) in (0u64..3, 0u64..4),
+        ops in prop::collection::vec(op(), 1..60),
+    ) {
+        let order = if highest { PageOrder::HighestFirst } else { PageOrder::LowestFirst };
+        let base = config(43);
+        let config = PoolConfig {
+            layout: Layout { order, ..base.layout },
+            null_block,
+            async_sched,
+            min_reserved_bytes: min * PAGE_BYTES,
+            max_reserved_bytes: max * PAGE_BYTES,
+        };
+        run(config, ops)?;
+    }
+}

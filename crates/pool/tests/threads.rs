@@ -1,0 +1,176 @@
+//! Several threads over one pool: no id is ever held twice, none without memory.
+#![allow(clippy::unwrap_used)]
+
+mod fake;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, mpsc};
+use std::time::Duration;
+
+use fake::{Fake, PAGE_BYTES, check, config, pool_over};
+use kvcached_pool::{Cause, MapFailure, Mapper, NoMeter, Pool, PoolConfig, PoolError, UnmapFailure};
+
+const THREADS: u64 = 4;
+const ROUNDS: u32 = 3000;
+
+fn hammer(async_sched: bool, budget_pages: Option<usize>) {
+    let fake = Arc::new(Fake::default());
+    let config = PoolConfig { async_sched, max_reserved_bytes: 2 * PAGE_BYTES, ..config(64) };
+    let pool = Arc::new(pool_over(&fake, config).unwrap());
+    if let Some(pages) = budget_pages {
+        fake.set_budget(pages);
+    }
+    let owned: Arc<Vec<AtomicBool>> = Arc::new((0..80).map(|_| AtomicBool::new(false)).collect());
+    let work = |seed: u64| {
+        let (pool, fake, owned) = (pool.clone(), fake.clone(), owned.clone());
+        move || {
+            let mut random = seed * 0x9e37_79b9 + 1;
+            let mut next = |below: u64| {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (random >> 33) % below
+            };
+            let mut held: Vec<u32> = Vec::new();
+            for _ in 0..ROUNDS {
+                match next(10) {
+                    0..4 => {
+                        if let Some(ids) = pool.alloc(next(9) as u32).unwrap() {
+                            for &id in &ids {
+                                assert!(!owned[id as usize].swap(true, Ordering::SeqCst), "{id} twice");
+                            }
+                            let pages = pool.pages_of(&ids).unwrap();
+                            let inner = fake.inner();
+                            assert!(pages.iter().all(|page| inner.mapped.contains(page)));
+                            drop(inner);
+                            held.extend(ids);
+                        }
+                    }
+                    4..8 => {
+                        let ids = held.split_off(held.len() - next(held.len() as u64 + 1) as usize);
+                        ids.iter().for_each(|&id| owned[id as usize].store(false, Ordering::SeqCst));
+                        pool.free(&ids).unwrap();
+                    }
+                    8 => {
+                        let epoch = pool.begin_step().unwrap();
+                        pool.end_step(epoch).unwrap();
+                    }
+                    _ => {
+                        pool.reserve_demand(next(20) as u32).unwrap();
+                        pool.trim().unwrap();
+                    }
+                }
+            }
+            held.iter().for_each(|&id| owned[id as usize].store(false, Ordering::SeqCst));
+            pool.free(&held).unwrap();
+        }
+    };
+    let threads: Vec<_> = (0..THREADS).map(|seed| std::thread::spawn(work(seed))).collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    let epoch = pool.begin_step().unwrap();
+    pool.end_step(epoch).unwrap();
+    check(&fake, &pool);
+    assert_eq!(pool.stats().unwrap().held_blocks, 0);
+    assert!(pool.stats().unwrap().pages.reserved <= 2);
+}
+
+#[test]
+fn four_threads_synchronous() {
+    hammer(false, None);
+}
+
+#[test]
+fn four_threads_asynchronous_short_of_memory() {
+    hammer(true, Some(7));
+}
+
+/// Maps and unmaps only when told to.
+struct Gate {
+    entered: std::sync::Mutex<mpsc::Sender<()>>,
+    leave: Barrier,
+}
+
+impl Gate {
+    fn new() -> (Arc<Self>, mpsc::Receiver<()>) {
+        let (sender, receiver) = mpsc::channel();
+        (Arc::new(Gate { entered: sender.into(), leave: Barrier::new(2) }), receiver)
+    }
+
+    fn pass(&self) {
+        self.entered.lock().unwrap().send(()).unwrap();
+        self.leave.wait();
+    }
+}
+
+impl Mapper for Gate {
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        self.pass();
+        Ok(pages.to_vec())
+    }
+    fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+        self.pass();
+        Ok(())
+    }
+    fn synchronise(&self) -> Result<(), Cause> {
+        Ok(())
+    }
+    fn page_bytes(&self) -> u64 {
+        PAGE_BYTES
+    }
+    fn virtual_bytes(&self) -> u64 {
+        0
+    }
+}
+
+#[test]
+fn nobody_waits_for_a_driver_call_that_it_does_not_need() {
+    let (gate, entered) = Gate::new();
+    let pool = Arc::new(Pool::new(config(8), gate.clone(), Arc::new(NoMeter)).unwrap());
+    let slow = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.alloc(5).unwrap()
+    });
+    entered.recv().unwrap();
+    // The mapper is busy, the pool is not.
+    assert_eq!((pool.available().unwrap(), pool.backed().unwrap()), (8, 0));
+    assert_eq!(pool.alloc(9).unwrap(), None);
+    // What is wanted is in motion: waits for it instead of reporting a shortage that is none.
+    let waiting = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.alloc(3).unwrap()
+    });
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!waiting.is_finished());
+    gate.leave.wait();
+    let (first, second) = (slow.join().unwrap().unwrap(), waiting.join().unwrap().unwrap());
+    assert_eq!((first.len(), second.len()), (5, 3));
+    assert!(first.iter().all(|id| !second.contains(id)));
+    // Leaving: both pages at once.
+    let closing = std::thread::spawn(move || pool.shutdown());
+    entered.recv().unwrap();
+    gate.leave.wait();
+    closing.join().unwrap().unwrap();
+}
+
+#[test]
+fn shutdown_waits_for_the_driver_call_of_another_thread() {
+    let (gate, entered) = Gate::new();
+    let pool = Arc::new(Pool::new(config(8), gate.clone(), Arc::new(NoMeter)).unwrap());
+    let slow = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.alloc(1)
+    });
+    entered.recv().unwrap();
+    let closing = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.shutdown()
+    });
+    while !matches!(pool.available(), Err(PoolError::Shutdown)) {
+        std::thread::yield_now();
+    }
+    assert!(!closing.is_finished());
+    gate.leave.wait(); // the map ends: its page is backed, its caller is too late
+    assert!(matches!(slow.join().unwrap(), Err(PoolError::Shutdown)));
+    entered.recv().unwrap(); // and shutdown unmaps it
+    gate.leave.wait();
+    closing.join().unwrap().unwrap();
+    assert_eq!(pool.stats().unwrap().pages.free, 2);
+}
