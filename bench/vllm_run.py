@@ -152,13 +152,13 @@ def main() -> None:
     parser.add_argument("--kvctl", action="store_true", help="show `kvctl list` once the passes are done")
     parser.add_argument("--tokens-out", help="folder for the tokens of every pass")
     args = parser.parse_args()
-    from demo.model import write_model
+    from demo import model as models
 
     import torch
 
     torch.cuda.init()
     base_mib = used_mib()
-    model = write_model(f"/tmp/kvcached-model-{args.size}", args.size, weights=not args.dummy)
+    model = models.write(f"/tmp/kvcached-model-{args.size}", args.size, "bfloat16")
     for caching in args.prefix_caching:
         one_engine(args, str(model), caching == "on", base_mib)
 

@@ -318,7 +318,7 @@ fn other_blocks_fill_the_same_chunks_or_are_refused() {
         let narrow = u64::from(seen.block_id(index).unwrap()) * seen.block_bytes();
         assert_eq!(narrow, wide + index % 8 * seen.block_bytes());
     }
-    assert_eq!(laid_out.with_block(laid_out.block_bytes(), 1), Ok(laid_out));
+    assert_eq!(laid_out.with_block(laid_out.block_bytes(), 16), Ok(laid_out));
     let said = laid_out.with_block(3000, 1).unwrap_err().to_string();
     assert!(said.contains("block_bytes=3000"), "{said}");
     assert!(laid_out.with_block(512 * KIB, 1).is_err());
