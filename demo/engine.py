@@ -58,7 +58,7 @@ def engine_arguments(job: Job) -> dict[str, Any]:
 
 def workload_of(job: Job) -> list[list[workload.Request]]:
     """The bursts, sized so that each prompt and its output fit the model length above."""
-    max_prompt, max_output = (800, 128) if job.device == "cpu" else (6000, 512)
+    max_prompt, max_output = (800, 96) if job.device == "cpu" else (6000, 512)
     return workload.bursts(job.bursts, job.requests, max_prompt=max_prompt, max_output=max_output)
 
 

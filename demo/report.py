@@ -76,6 +76,10 @@ def table(pairs: list[tuple[Run, Run]]) -> str:
         rows.append(("virtual addresses", size(native.virtual_bytes), size(elastic.virtual_bytes), ""))
         lines += [f"  {name:<26}{left:>14}{right:>14} {note}".rstrip() for name, left, right, note in rows]
         lines.append(f"  {'tokens identical':<26}{verdict(native, elastic):>28}")
+    if any(elastic.prefix_caching for _, elastic in pairs):
+        lines.append(
+            "What stays after a pause with prefix caching on are cached prompts, ready to be used again."
+        )
     return "\n".join(lines)
 
 

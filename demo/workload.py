@@ -15,7 +15,7 @@ class Request(NamedTuple):
     max_tokens: int
 
 
-def burst(seed: int, requests: int, *, max_prompt: int = 800, max_output: int = 128) -> list[Request]:
+def burst(seed: int, requests: int, *, max_prompt: int = 800, max_output: int = 96) -> list[Request]:
     """Requests with prompts of up to `max_prompt` tokens, each asking for 1/4 to all of `max_output`.
 
     The same arguments give the same requests. Every second one starts with the burst's shared prefix.
