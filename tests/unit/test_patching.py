@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+
 from kvcached.errors import KVCachedConfigError
 from kvcached.integration.patching import PatchSet, Seam, SeamError, Versions
 

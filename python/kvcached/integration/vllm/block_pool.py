@@ -55,21 +55,27 @@ class BlockLedger:
             block.block_id = geometry.block_id(index)
         self.pool = pool
         self.blocks = Blocks(items, geometry, pool.id_space)
+        self.free = pool.available_size()
+        """Blocks without content, whether their pages are backed or not. Counted here, for the scheduler asks
+        several times a request and step; the core is asked again in each step."""
         self.refused = False
         """Memory was refused in this step: not asked for again before the next one."""
         self._items = items
         self._ids_per_page, self._per_page = geometry.ids_per_page, geometry.blocks_per_page
 
-    def free_blocks(self) -> int:
-        """Blocks without content, whether their pages are backed or not."""
-        return self.pool.available_size()
+    def begin_step(self) -> None:
+        """A step of the scheduler begins."""
+        self.refused = False
+        self.free = self.pool.available_size()
 
     def on_hand(self, wanted: int) -> int:
         """Back pages until `wanted` free blocks are on hand; returns how many are, fewer where memory is
         short.
         """
+        wanted = min(wanted, self.free)
+        if wanted == 0:
+            return 0
         if not self.refused:
-            wanted = min(wanted, self.pool.available_size())
             if self.pool.reserve_demand(wanted) >= wanted:
                 return wanted
             self.refused = True
@@ -82,17 +88,20 @@ class BlockLedger:
         ids = self.pool.alloc(count)
         if ids is None:
             raise StateConsistencyError(f"{count} blocks were on hand and cannot be allocated")
+        self.free -= count
         items, ids_per_page, per_page = self._items, self._ids_per_page, self._per_page
         return [items[i // ids_per_page * per_page + i % ids_per_page] for i in ids]
 
     def claim(self, block: Any) -> None:
         """Take this very block, which must be free."""
         self.pool.claim([block.block_id])
+        self.free -= 1
 
     def give(self, blocks: Sequence[Any]) -> None:
         """These blocks hold nothing any more."""
         if blocks:
             self.pool.free([block.block_id for block in blocks])
+            self.free += len(blocks)
 
 
 @functools.cache
@@ -111,12 +120,12 @@ def _elastic_classes() -> tuple[Any, Any]:
 
         @property
         def num_free_blocks(self) -> int:
-            return self.num_cached + self.ledger.free_blocks()
+            return self.num_cached + self.ledger.free
 
         @num_free_blocks.setter
         def num_free_blocks(self, total: int) -> None:
             # vLLM's methods add and subtract the cached blocks that they link and unlink.
-            self.num_cached = total - self.ledger.free_blocks()
+            self.num_cached = total - self.ledger.free
 
         def popleft(self) -> Any:
             return self.popleft_n(1)[0]
@@ -169,16 +178,20 @@ def _elastic_classes() -> tuple[Any, Any]:
         queue.
         """
 
+        is_elastic = True
         ledger: BlockLedger
         demand: tuple[int, int] | None
 
         def get_num_free_blocks(self) -> int:
             """Right after a check has counted what it needs: no more than memory can be had for."""
-            queue, demand, self.demand = self.free_block_queue, self.demand, None
+            queue, demand = self.free_block_queue, self.demand
             free: int = queue.num_free_blocks
-            if demand is None or demand[0] > free:
+            if demand is None:
                 return free
+            self.demand = None
             needed, hits = demand
+            if needed > free:
+                return free
             wanted = min(needed - hits, free - queue.num_cached)
             fresh = self.ledger.on_hand(wanted)
             return free if fresh >= wanted else int(queue.num_cached) + fresh
@@ -264,11 +277,15 @@ def note_demand(original: Any) -> Any:
         self: Any, request_id: str, num_tokens: int, new_computed_blocks: Any, *args: Any, **kwargs: Any
     ) -> Any:
         needed = original(self, request_id, num_tokens, new_computed_blocks, *args, **kwargs)
-        if isinstance(self.block_pool, _elastic_classes()[1]):
+        pool = self.block_pool
+        if not getattr(pool, "is_elastic", False):
+            return needed
+        pool.demand = None
+        if needed:  # most steps of most requests need none
             hits = sum(
                 block.ref_cnt == 0 and not block.is_null for group in new_computed_blocks for block in group
             )
-            self.block_pool.demand = (needed, min(hits, needed))
+            pool.demand = (needed, min(hits, needed))
         return needed
 
     return get_num_blocks_to_allocate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ __all__ = ["EngineMemory", "closed_with_executor"]
 logger = logging.getLogger("kvcached")
 
 _ATTRIBUTE = "_kvcached_memory"
+_engine_numbers = itertools.count()  # in one process, whose record has a row for each pool
 
 
 class EngineMemory:
@@ -37,6 +39,7 @@ class EngineMemory:
         self.agreement: Agreement | None = None
         self.pool: _core.Pool | None = None
         self.own_use: OwnUse | None = None
+        self.latest_epoch = 0
         self._ftensor: _core.FTensor | None = None
         self._on_refusal: list[Callable[[], None]] = []
 
@@ -89,9 +92,12 @@ class EngineMemory:
         """Reserve the addresses of all layers and back page 0, where the null block lies.
 
         Raises:
-            GeometryError: no page fits, or ids would pass 2^31. KVCachedError: the driver refused.
+            GeometryError: no page fits, or ids would pass 2^31.
+            KVCachedConfigError: the name of this instance is taken.
+            KVCachedError: the driver refused.
         """
         self.close()
+        process_record(self.engine, device)  # a name that is taken is refused before anything is allocated
         geometry = _core.Geometry.solve(
             len(agreement.layers),
             agreement.block_bytes,
@@ -143,7 +149,7 @@ class EngineMemory:
             max_reserved_bytes=self.settings.max_reserved_bytes,
             highest_pages_first=self.settings.page_order == "highest",
             record=process_record(self.engine, self.ftensor.device),
-            pool_name="KV cache",
+            pool_name=f"engine {next(_engine_numbers)}",
         )
         return self.pool
 

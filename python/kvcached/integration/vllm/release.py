@@ -30,8 +30,8 @@ def begin_step(original: Any) -> Any:
         if memory is None or memory.pool is None:
             return original(self, *args, **kwargs)
         ledger = self.kv_cache_manager.block_pool.ledger
-        epoch = memory.pool.begin_step()
-        ledger.refused = False
+        epoch = memory.latest_epoch = memory.pool.begin_step()
+        ledger.begin_step()
         output = original(self, *args, **kwargs)
         setattr(output, _EPOCH, epoch)
         if ledger.refused and not output.total_num_scheduled_tokens:
@@ -51,8 +51,14 @@ def end_step(original: Any) -> Any:
         result = original(self, scheduler_output, model_runner_output)
         memory = EngineMemory.of(self.cache_config)
         epoch = getattr(scheduler_output, _EPOCH, None)
-        if memory is not None and memory.pool is not None and epoch is not None:
-            memory.pool.end_step(epoch)
+        if memory is None or memory.pool is None or epoch is None:
+            return result
+        if epoch < memory.latest_epoch and not self.has_unfinished_requests():
+            # The batch queued behind this one is the last for now, and whoever drives the engine may never
+            # ask for its output: what it reads would stay mapped while the engine idles.
+            memory.ftensor.synchronise()
+            epoch = memory.latest_epoch
+        memory.pool.end_step(epoch)
         return result
 
     return update_from_output

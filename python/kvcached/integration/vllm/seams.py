@@ -32,10 +32,8 @@ def patch_set(version: str, device_type: str) -> PatchSet:
             if device_type == "cuda":
                 seams += _gpu_worker(versions)
             return PatchSet("vllm", seams)
-    carried = " and ".join(str(versions) for versions in SUPPORTED)
-    raise SeamError(
-        f"vllm {version} is not supported; {carried} are: use one of those, or unset ENABLE_KVCACHED"
-    )
+    carried = " or ".join(str(versions) for versions in SUPPORTED)
+    raise SeamError(f"vllm {version} is not supported: use {carried}, or unset ENABLE_KVCACHED")
 
 
 def _engine(versions: Versions) -> list[Seam]:

@@ -1,0 +1,260 @@
+"""The GPU worker's seams, on fakes: warm-up with made-up block ids, and the memory profile."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from kvcached import _core
+from kvcached.config import Settings
+from kvcached.integration.vllm import capacity, warmup
+from kvcached.integration.vllm.memory import EngineMemory
+from kvcached.integration.vllm.refusals import Agreement
+
+GIB = 1 << 30
+BLOCK = 8192
+NUM_BLOCKS = 100
+
+
+@pytest.fixture
+def memory():
+    made = EngineMemory(Settings(page_mb=1), "vllm test")
+    made.reserve(Agreement(tuple("abcd"), BLOCK, 16, NUM_BLOCKS), "cpu")
+    yield made
+    made.close()
+
+
+def request(*ids: int) -> SimpleNamespace:
+    return SimpleNamespace(block_ids=(list(ids),))
+
+
+def output(new=(), cached=()) -> SimpleNamespace:
+    return SimpleNamespace(
+        scheduled_new_reqs=list(new), scheduled_cached_reqs=SimpleNamespace(new_block_ids=list(cached))
+    )
+
+
+class TestWarmUp:
+    @pytest.fixture
+    def runner(self, memory):
+        runner = SimpleNamespace(kv_cache_config=SimpleNamespace(num_blocks=memory.ftensor.id_space))
+        memory.attach(runner.kv_cache_config)
+        return runner
+
+    def test_rows_are_backed_while_it_lasts(self, memory, runner):
+        seen = []
+
+        @warmup.back_made_up_blocks
+        def warm_up(model_runner, worker_execute_model, worker_sample_tokens, *, prefix):
+            assert model_runner.kv_cache_config.num_blocks == NUM_BLOCKS
+            worker_execute_model(output(new=[request(1, 2), request(3)]))
+            worker_execute_model(output(cached=[([98, 99],), None]))
+            worker_execute_model(output())
+            worker_sample_tokens(None)
+            return prefix
+
+        def execute_model(scheduler_output):
+            # Really write every row of every layer that the batch names.
+            ids = [i for r in scheduler_output.scheduled_new_reqs for i in r.block_ids[0]]
+            ids += [i for g in scheduler_output.scheduled_cached_reqs.new_block_ids if g for i in g[0]]
+            for layer in memory.agreement.layers:
+                rows = memory.tensor(layer).view(-1, BLOCK)
+                for i in ids:
+                    rows[i].fill_(1)
+            seen.append(set(memory.ftensor.mapped_pages()))
+
+        assert warm_up(runner, execute_model, lambda grammar: None, prefix="x") == "x"
+        assert seen[0] < seen[1] == seen[2]
+        assert memory.ftensor.mapped_pages() == [0]
+        assert runner.kv_cache_config.num_blocks == memory.ftensor.id_space
+
+    def test_all_is_taken_back_after_a_failure(self, memory, runner):
+        @warmup.back_made_up_blocks
+        def warm_up(model_runner, worker_execute_model):
+            worker_execute_model(output(new=[request(*range(1, 90))]))
+            raise RuntimeError("out of luck")
+
+        with pytest.raises(RuntimeError, match="out of luck"):
+            warm_up(runner, lambda scheduler_output: None)
+        assert memory.ftensor.mapped_pages() == [0]
+        assert runner.kv_cache_config.num_blocks == memory.ftensor.id_space
+
+    def test_pages_of_a_pool_are_not_taken_from_it(self, memory, runner, monkeypatch):
+        monkeypatch.setattr("kvcached.integration.vllm.memory.process_record", lambda engine, device: None)
+        pool = memory.open_pool()
+        held = pool.alloc(40)
+        mapped = memory.ftensor.mapped_pages()
+
+        @warmup.back_made_up_blocks
+        def warm_up(model_runner, worker_execute_model):
+            worker_execute_model(output(new=[request(*range(1, 90))]))
+
+        warm_up(runner, lambda scheduler_output: None)
+        assert memory.ftensor.mapped_pages() == mapped
+        pool.free(held)
+
+    def test_native_engines_pass_through(self):
+        @warmup.back_made_up_blocks
+        def warm_up(model_runner, worker_execute_model):
+            return worker_execute_model
+
+        runner = SimpleNamespace(kv_cache_config=SimpleNamespace(num_blocks=5))
+        assert warm_up(runner, len) is len
+
+
+class Device:
+    """A GPU of 140 GiB with a neighbour; counts as the driver and torch would."""
+
+    def __init__(self, *, neighbour: int, context: int = GIB // 2, nvml: bool) -> None:
+        self.total, self.neighbour, self.context, self.nvml = 140 * GIB, neighbour, context, nvml
+        self.reserved = 0
+
+    def own_use(self) -> capacity.OwnUse:
+        return capacity.OwnUse(
+            reserved=lambda: self.reserved,
+            device_info=lambda: (self.total - self.neighbour - self.context - self.reserved, self.total),
+            by_process=lambda: self.context + self.reserved if self.nvml else None,
+        )
+
+
+@pytest.mark.parametrize("nvml", [True, False])
+class TestOwnUse:
+    def test_growth_is_this_process_alone(self, nvml):
+        device = Device(neighbour=60 * GIB, nvml=nvml)
+        own = device.own_use()
+        start, total = own.info()
+        assert total == 140 * GIB
+        assert start >= 139 * GIB, "the neighbour's memory counts as free"
+        device.reserved = 16 * GIB
+        device.context += GIB // 4
+        assert start - own.info()[0] == 16 * GIB + GIB // 4
+
+    @pytest.mark.parametrize("change", [-50, 30])
+    def test_neighbours_come_and_go(self, nvml, change):
+        device = Device(neighbour=60 * GIB, nvml=nvml)
+        own = device.own_use()
+        start = own.info()[0]
+        device.neighbour += change * GIB
+        device.reserved = 16 * GIB
+        grown = start - own.info()[0]
+        assert 16 * GIB <= grown <= 16 * GIB + (0 if nvml else capacity.MAX_REST_BYTES)
+
+    def test_never_negative(self, nvml):
+        device = Device(neighbour=60 * GIB, nvml=nvml)
+        own = device.own_use()
+        device.neighbour = 0
+        assert own.bytes() >= 0
+
+
+def test_nvml_of_another_process_id_namespace_is_not_believed():
+    """A process id that is ours only by accident."""
+    own = capacity.OwnUse(
+        reserved=lambda: 20 * GIB, device_info=lambda: (100 * GIB, 140 * GIB), by_process=lambda: 3 * GIB
+    )
+    assert own.bytes() == 20 * GIB
+
+
+def snapshot(device: Device) -> SimpleNamespace:
+    free = device.total - device.neighbour - device.context - device.reserved
+    used = device.total - free
+    return SimpleNamespace(
+        free_memory=free,
+        total_memory=device.total,
+        cuda_memory=used,
+        torch_memory=device.reserved,
+        non_torch_memory=used - device.reserved,
+        device_="cuda:0",
+    )
+
+
+def native_request_memory(init_snapshot, cache_config):
+    wanted = int(init_snapshot.total_memory * cache_config.gpu_memory_utilization)
+    if init_snapshot.free_memory < wanted:
+        raise ValueError("Free memory on device is less than desired")
+    return wanted
+
+
+class TestBudget:
+    @pytest.fixture
+    def device(self, monkeypatch):
+        device = Device(neighbour=100 * GIB, nvml=False)
+        monkeypatch.setattr(capacity, "_own_use", lambda _: device.own_use())
+        return device
+
+    @pytest.fixture
+    def config(self):
+        config = SimpleNamespace(gpu_memory_utilization=0.9)
+        EngineMemory(Settings(), "vllm test").attach(config)
+        return config
+
+    def test_a_neighbour_is_no_reason_not_to_start(self, device, config):
+        request_memory = capacity.budget_at_start(native_request_memory)
+        taken = snapshot(device)
+        assert request_memory(taken, config) == int(126 * GIB)
+        assert taken.free_memory == 140 * GIB
+        assert taken.non_torch_memory == 0
+
+    def test_refused_engines_get_vllm_s_own_answer(self, device, config):
+        request_memory = capacity.budget_at_start(native_request_memory)
+        taken = snapshot(device)
+        before = vars(taken).copy()
+        request_memory(taken, config)
+        memory = EngineMemory.of(config)
+        EngineMemory.detach(config)
+        with pytest.raises(ValueError, match="less than desired"):
+            memory.refuse()
+        assert vars(taken) == before
+        with pytest.raises(ValueError, match="less than desired"):
+            request_memory(taken, config)
+
+    def test_the_profile_measures_this_process(self, device, config, monkeypatch):
+        import torch
+
+        def device_wide(*args):
+            free = device.total - device.neighbour - device.context - device.reserved
+            return free, device.total
+
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", device_wide)
+        taken = snapshot(device)
+        capacity.budget_at_start(native_request_memory)(taken, config)
+
+        @capacity.measured_alone
+        def determine_available_memory(worker):
+            device.reserved += 20 * GIB  # weights and activations
+            device.neighbour -= 90 * GIB  # and the neighbour leaves
+            free = torch.accelerator.get_memory_info("cuda:0")[0]
+            assert taken.free_memory >= free, "what kills vLLM natively"
+            return 126 * GIB - (taken.free_memory - free)
+
+        worker = SimpleNamespace(cache_config=config)
+        assert determine_available_memory(worker) == 106 * GIB
+        assert torch.accelerator.get_memory_info is device_wide
+
+
+class TestMemoryAndConfigs:
+    def test_copies_find_the_same_memory(self, memory):
+        config = SimpleNamespace(a=1)
+        memory.attach(config)
+        assert EngineMemory.of(copy.deepcopy(config)) is memory
+        assert EngineMemory.of(copy.copy(config)) is memory
+        assert EngineMemory.of(pickle.loads(pickle.dumps(config))) is None
+        EngineMemory.detach(config)
+        assert EngineMemory.of(config) is None
+
+    def test_tensors_are_one_storage_a_layer(self, memory):
+        pointers = set()
+        for layer in memory.agreement.layers:
+            tensor = memory.tensor(layer)
+            size = tensor.untyped_storage().nbytes()
+            assert (size, tensor.dim(), tensor.storage_offset()) == (memory.ftensor.id_space * BLOCK, 1, 0)
+            pointers.add(tensor.data_ptr())
+        assert len(pointers) == 4
+
+    def test_close_twice_and_after(self, memory):
+        memory.close()
+        memory.close()
+        with pytest.raises(_core.StateConsistencyError, match="closed"):
+            memory.tensor("a")

@@ -1,0 +1,153 @@
+"""What kvcached does not carry is named; the engine then runs natively, or does not start."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import vllm.version
+from conftest import ELASTIC, Engine, plugin_installed, prompt, settings
+
+from kvcached import _core
+from kvcached.errors import GeometryError, KVCachedConfigError
+from kvcached.integration.patching import SeamError
+from kvcached.integration.vllm import seams
+from kvcached.integration.vllm.refusals import UnsupportedConfiguration
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    plugin_installed()
+    yield
+    assert _core.live_ranges() == 0
+
+
+@pytest.fixture
+def kvcached_log(caplog):
+    caplog.set_level(logging.WARNING, logger="kvcached")
+    return caplog
+
+
+def start(model_folder: str, env: dict[str, str], **arguments) -> Engine:
+    with settings(**ELASTIC | env):
+        return Engine(model_folder, **arguments)
+
+
+def refused(
+    model_folder: str, error: type[Exception], message: str, env: dict[str, str] | None = None, **arguments
+):
+    with pytest.raises(error, match=message):
+        start(model_folder, env or {}, **arguments)
+
+
+def runs_natively(
+    model_folder: str, native_outcome_tokens, log, message: str, env: dict[str, str], **arguments
+):
+    engine = start(model_folder, {"KVCACHED_STRICT": "0"} | env, **arguments)
+    try:
+        assert not engine.is_elastic
+        warnings = [
+            r.getMessage() for r in log.records if r.name == "kvcached" and r.levelno >= logging.WARNING
+        ]
+        assert len(warnings) == 1
+        assert "runs natively" in warnings[0]
+        assert message in warnings[0]
+        tokens, _ = engine.generate([prompt(1, 60)], max_tokens=8)
+        assert native_outcome_tokens is None or tokens[0] == native_outcome_tokens
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture
+def sliding_window_model(model_folder, tmp_path) -> str:
+    config = json.loads(Path(model_folder, "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(Path(model_folder, "model.safetensors"))
+    return str(tmp_path)
+
+
+def test_sliding_window_is_refused_after_loading(sliding_window_model):
+    refused(
+        sliding_window_model,
+        UnsupportedConfiguration,
+        r"layers\.0\.self_attn.*SlidingWindowSpec is not supported yet",
+    )
+
+
+def test_sliding_window_runs_natively(sliding_window_model, kvcached_log):
+    runs_natively(sliding_window_model, None, kvcached_log, "SlidingWindowSpec is not supported yet", {})
+
+
+def test_speculative_decoding(model_folder):
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    refused(model_folder, UnsupportedConfiguration, "speculative decoding", speculative_config=ngram)
+
+
+def test_several_workers(model_folder):
+    refused(model_folder, UnsupportedConfiguration, "tensor parallelism of 2", tensor_parallel_size=2)
+
+
+def test_quantised_cache(model_folder):
+    refused(model_folder, UnsupportedConfiguration, r"quantisation \(FP8_PER_TENSOR\)", kv_cache_dtype="fp8")
+
+
+def test_ids_over_int32(model_folder):
+    refused(model_folder, GeometryError, "2\\^31|int32", num_gpu_blocks_override=1 << 27)
+
+
+def test_unknown_version(model_folder, monkeypatch, kvcached_log):
+    native = start(model_folder, {"ENABLE_KVCACHED": "false"})
+    expected = native.generate([prompt(1, 60)], max_tokens=8)[0][0]
+    native.shutdown()
+    monkeypatch.setattr(vllm.version, "__version__", "0.31.0")
+    refused(model_folder, SeamError, "vllm 0.31.0 is not supported: use >=0.26,<0.27 or >=0.29,<0.30")
+    runs_natively(model_folder, expected, kvcached_log, "vllm 0.31.0 is not supported", {})
+
+
+def test_malformed_setting(model_folder, kvcached_log):
+    refused(model_folder, KVCachedConfigError, "KVCACHED_PAGE_MB", {"KVCACHED_PAGE_MB": "many"})
+    runs_natively(model_folder, None, kvcached_log, "KVCACHED_PAGE_MB", {"KVCACHED_PAGE_MB": "many"})
+
+
+def test_strictness_that_is_not_understood_is_strict(model_folder):
+    refused(model_folder, KVCachedConfigError, "KVCACHED_STRICT", {"KVCACHED_STRICT": "perhaps"})
+
+
+def test_name_that_is_taken(model_folder, kvcached_log):
+    """Late: the worker has loaded the model. Nothing of us may be left in it."""
+    # The record of this process exists already, if an engine ran before; another pid's name is what can be taken.
+    from kvcached import instance
+
+    taken = _core.InstanceRecord("taken-name", "test", "cpu")
+    records = dict(instance._records)
+    instance._records.clear()
+    try:
+        env = {"KVCACHED_IPC_NAME": "taken-name"}
+        refused(model_folder, KVCachedConfigError, "taken-name", env)
+        runs_natively(model_folder, None, kvcached_log, "taken-name", env)
+    finally:
+        instance._records.clear()
+        instance._records.update(records)
+        taken.close()
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_all_seams_of_the_installed_version(device_type, monkeypatch):
+    """Also those of the GPU worker: the CPU build carries its modules."""
+    version = vllm.version.__version__
+    patches = seams.patch_set(version, device_type)
+    # What an engine of this process applied carries a mark that another set refuses; look at what is declared.
+    declared = {seam.target: seam for seam in patches.seams}
+    assert len(declared) == len(patches.seams)
+    untouched = [seam for seam in patches.seams if "gpu" in seam.target or seam.make is None]
+    assert untouched
+    type(patches)("vllm", untouched).verify(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.27.1", "0.28.0", "0.30.0", "1.0", "dev"])
+def test_versions_that_are_not_carried(version):
+    with pytest.raises(SeamError, match="is not supported: use"):
+        seams.patch_set(version, "cuda")
