@@ -1,16 +1,20 @@
 """vLLM on a GPU, natively and with kvcached, in one run: the tables of docs/FIGURES.md.
 
-    python bench/vllm_matrix.py --engines 0.26.0-v1 0.26.0-v2 0.29.0 --out results.json
+    python bench/vllm_matrix.py tokens --engines 0.26.0-v1 0.26.0-v2 0.29.0 --out out/tokens.json
+    python bench/vllm_matrix.py speed --engines 0.26.0-v1 0.26.0-v2 0.29.0 --out out/speed.json -- --size 8b --dummy
 
-Every engine runs in processes of its own (bench/vllm_run.py): natively twice, with kvcached, and with kvcached handing out the
-highest pages of a whole-card id space first. Digests are compared pass by pass, and only where native equals itself. An
-engine is a name and what its processes need: `--site NAME=FOLDER` puts a folder of packages before all others for the
-engines whose name starts with NAME (a machine without network); without it the installed vLLM is used.
+`tokens`: every engine natively twice, with kvcached, and with kvcached handing out the highest pages of a whole-card id space
+first; prefix caching off and on; all at once, for tokens do not depend on time (VLLM_ENABLE_V1_MULTIPROCESSING=0). Digests are
+compared pass by pass, and only where native equals itself. `speed`: one engine at a time, natively and with kvcached.
+Every engine is a process of its own (bench/vllm_run.py). Its name says what the process needs: `--site NAME=FOLDER` puts a
+folder of packages before all others for the engines whose name starts with NAME (a machine without a network); without it
+the installed vLLM is used. The peer's runs (`--runs peer`) take `--peer FOLDER` in place of ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -18,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
 COMMON = {
@@ -32,39 +36,62 @@ KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_STRICT": "1"}
 Run = list[dict[str, Any]]
 
 
-def environment(engine: str, sites: dict[str, str], extra: dict[str, str]) -> dict[str, str]:
-    env = {**os.environ, **COMMON, **extra}
+Results = dict[tuple[str, str], dict[str, Run]]
+
+
+class Plan(NamedTuple):
+    """How one run of an engine differs from the others: environment, and options by mode."""
+
+    env: dict[str, str]
+    options: dict[str, tuple[str, ...]]
+
+
+SMALL, WHOLE_CARD = ("--kv-gib", "8"), ("--kv-gib", "120")
+PLANS = {
+    "native": Plan({}, {"tokens": SMALL, "speed": ()}),
+    "native2": Plan({}, {"tokens": SMALL, "speed": ()}),
+    "ours": Plan(KVCACHED, {"tokens": SMALL, "speed": ("--kvctl",)}),
+    "top": Plan({**KVCACHED, "KVCACHED_PAGE_ORDER": "highest"}, {"tokens": WHOLE_CARD, "speed": ("--utilization", "0.9")}),
+    "peer": Plan({"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1"}, {"tokens": SMALL, "speed": ()}),
+}
+RUNS = {"tokens": ["native", "native2", "ours", "top"], "speed": ["native", "ours"]}
+
+
+def environment(engine: str, name: str, args: argparse.Namespace) -> dict[str, str]:
+    env = {**os.environ, **COMMON, **PLANS[name].env}
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    for name, folder in sites.items():
-        if engine.startswith(name):
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, env.get("PYTHONPATH")]))
+    paths = [args.peer] if name == "peer" else [env.get("PYTHONPATH")]
+    paths += [folder for site, folder in args.sites.items() if engine.startswith(site)]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if engine.endswith(("-v1", "-v2")):
         env["VLLM_USE_V2_MODEL_RUNNER"] = str(int(engine.endswith("-v2")))
     return env
 
 
-def run(engine: str, label: str, args: argparse.Namespace, extra: dict[str, str], *options: str) -> Run:
+def run(engine: str, caching: str, name: str, args: argparse.Namespace) -> Run:
     """One process; returns its RESULT rows and keeps its log."""
-    log = args.logs / f"{engine}-{label}.log"
-    command = [sys.executable, str(HERE / "vllm_run.py"), "--label", f"{engine}-{label}", *args.run_options, *options]
+    label = f"{engine}-{caching}-{name}"
+    log = args.out.parent / f"{label}.log"
+    options = [*PLANS[name].options[args.mode], "--prefix-caching", caching]
+    command = [sys.executable, str(HERE / "vllm_run.py"), "--label", label, *options, *args.run_options]
     start = time.monotonic()
     with log.open("w") as file:
         code = subprocess.run(
-            command, env=environment(engine, args.sites, extra), stdout=file, stderr=subprocess.STDOUT, check=False
+            command, env=environment(engine, name, args), stdout=file, stderr=subprocess.STDOUT, check=False
         ).returncode
     rows = [json.loads(line[7:]) for line in log.read_text().splitlines() if line.startswith("RESULT ")]
-    print(f"{engine} {label}: exit {code}, {len(rows)} rows, {time.monotonic() - start:.0f} s", flush=True)
+    print(f"{label}: exit {code}, {len(rows)} rows, {time.monotonic() - start:.0f} s", flush=True)
     if code:
-        print("\n".join(log.read_text().splitlines()[-15:]), flush=True)
+        print("\n".join(log.read_text().splitlines()[-12:]), flush=True)
     return rows
 
 
-def passes(rows: Run, caching: bool) -> Run:
-    return [r for r in rows if r["event"] == "pass" and r["caching"] == caching]
+def passes(rows: Run) -> Run:
+    return [row for row in rows if row["event"] == "pass"]
 
 
-def event(rows: Run, caching: bool, name: str) -> dict[str, Any]:
-    return next((r for r in rows if r["event"] == name and r["caching"] == caching), {})
+def event(rows: Run, name: str) -> dict[str, Any]:
+    return next((row for row in rows if row["event"] == name), {})
 
 
 def verdict(native: Run, again: Run, ours: Run) -> str:
@@ -86,59 +113,57 @@ def speed(rows: Run) -> tuple[float, float]:
     return rows[0]["output_tokens_per_s"], statistics.median(r["output_tokens_per_s"] for r in rows[1:])
 
 
-def table(results: dict[str, dict[str, Run]]) -> str:
+def tokens_table(results: Results) -> str:
+    lines = ["| engine | prefix caching | kvcached | highest pages first |", "|---|---|---|---|"]
+    for (engine, caching), runs in results.items():
+        native, again, ours, top = (passes(runs.get(name, [])) for name in RUNS["tokens"])
+        lines.append(f"| {engine} | {caching} | {verdict(native, again, ours)} | {verdict(native, again, top)} |")
+    return "\n".join(lines)
+
+
+def speed_table(results: Results) -> str:
     lines = [
-        "| engine | prefix caching | tokens: kvcached | tokens: highest pages first | first pass, ratio | same prompts again, ratio "
-        "| native again: first, later | MiB native: start / peak / idle | MiB kvcached: start / peak / idle |",
-        "|---|---|---|---|--:|--:|--:|--:|--:|",
+        "| engine | prefix caching | run | first pass, tokens/s | ratio | same prompts again, tokens/s | ratio "
+        "| MiB after start / peak / idle | after the prefix cache is reset |",
+        "|---|---|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for engine, runs in results.items():
-        for caching in (False, True):
-            native, again, ours, top = (passes(runs.get(k, []), caching) for k in ("native", "native2", "ours", "top"))
-            if not native:
-                continue
-            first, later = speed(native)
-            first2, later2 = speed(again)
-            mine, mine_later = speed(ours)
-            best, best_later = max(first, first2), max(later, later2)
-
-            def memory(rows: Run) -> str:
-                start, idle = event(rows, caching, "start"), event(rows, caching, "idle")
-                peak = max((r["peak_mib"] for r in passes(rows, caching)), default=0)
-                return f"{start.get('used_mib')} / {peak} / {idle.get('used_mib')}"
-
+    for (engine, caching), runs in results.items():
+        first, later = speed(passes(runs.get("native", [])))
+        for name, rows in runs.items():
+            mine, mine_later = speed(passes(rows))
+            peak = max((row["peak_mib"] for row in passes(rows)), default=0)
+            memory = f"{event(rows, 'start').get('used_mib')} / {peak} / {event(rows, 'idle').get('used_mib')}"
             lines.append(
-                f"| {engine} | {'on' if caching else 'off'} | {verdict(native, again, ours)} | {verdict(native, again, top)} "
-                f"| {mine / best:.3f} | {mine_later / best_later:.3f} | {first2 / first:.3f}, {later2 / later:.3f} "
-                f"| {memory(runs.get('native', []))} | {memory(runs.get('ours', []))} |"
+                f"| {engine} | {caching} | {name} | {mine:.0f} | {mine / first:.3f} | {mine_later:.0f} | {mine_later / later:.3f} "
+                f"| {memory} | {event(rows, 'reset').get('used_mib', '')} |"
             )
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=["tokens", "speed"])
     parser.add_argument("--engines", nargs="+", required=True, help="0.26.0-v1, 0.26.0-v2 (the runner), 0.29.0, ...")
     parser.add_argument("--site", action="append", default=[], help="NAME=FOLDER of packages for those engines")
-    parser.add_argument("--runs", nargs="+", default=["native", "native2", "ours", "top"])
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/vllm_matrix.json"))
+    parser.add_argument("--peer", default="", help="folder of the peer's package")
+    parser.add_argument("--runs", nargs="+", choices=PLANS)
+    parser.add_argument("--caching", nargs="+", choices=["off", "on"])
+    parser.add_argument("--jobs", type=int, help="engines at once; default 12 for tokens, always 1 for speed")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("run_options", nargs="*", help="after --: options for vllm_run.py")
     args = parser.parse_args()
     args.sites = dict(item.split("=", 1) for item in args.site)
-    args.logs = args.out.parent
-    args.logs.mkdir(parents=True, exist_ok=True)
-    plans: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-        "native": ({}, ()),
-        "native2": ({}, ()),
-        "ours": (KVCACHED, ("--kvctl",)),
-        "top": ({**KVCACHED, "KVCACHED_PAGE_ORDER": "highest"}, ("--utilization", "0.9")),
-    }
-    results: dict[str, dict[str, Run]] = {}
-    for engine in args.engines:
-        for name in args.runs:
-            extra, options = plans[name]
-            results.setdefault(engine, {})[name] = run(engine, name, args, extra, *options)
-            args.out.write_text(json.dumps(results, indent=1))
-    print(table(results))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    caching = args.caching or {"tokens": ["off", "on"], "speed": ["on"]}[args.mode]
+    wanted = [(e, c, r) for e in args.engines for c in caching for r in args.runs or RUNS[args.mode]]
+    results: Results = {}
+    with concurrent.futures.ThreadPoolExecutor(1 if args.mode == "speed" else args.jobs or 12) as workers:
+        for (engine, setting, name), rows in zip(
+            wanted, workers.map(lambda job: run(*job, args), wanted), strict=True
+        ):
+            results.setdefault((engine, setting), {})[name] = rows
+            args.out.write_text(json.dumps([[*key, runs] for key, runs in results.items()], indent=1))
+    print(tokens_table(results) if args.mode == "tokens" else speed_table(results))
 
 
 if __name__ == "__main__":

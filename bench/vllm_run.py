@@ -1,16 +1,14 @@
 """One vLLM engine on a GPU: token digests pass by pass, output tokens/s, GPU memory. Prints `RESULT {json}` lines.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 [ENABLE_KVCACHED=true] python bench/vllm_run.py --label native --size 1b --prefix-caching off on
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 [ENABLE_KVCACHED=true] python bench/vllm_run.py --label native --size 1b --prefix-caching on
 
-For each setting of prefix caching an engine is built, the same prompts are run `--passes` times, and the engine is dropped.
-With VLLM_ENABLE_V1_MULTIPROCESSING=0 native vLLM repeats itself pass by pass, so digests can be compared between processes
+The same prompts are run `--passes` times, with a process for each setting of prefix caching. With VLLM_ENABLE_V1_MULTIPROCESSING=0 native vLLM repeats itself pass by pass, so digests can be compared between processes
 (docs/FIGURES.md, method).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import json
 import os
@@ -25,7 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 
 class MemorySampler(threading.Thread):
-    """The largest use of the whole device, in MiB, sampled at 20 Hz."""
+    """The largest use of the whole device, in MiB, sampled at 4 Hz: each look is a driver call that the engine feels."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -33,7 +31,7 @@ class MemorySampler(threading.Thread):
         self._stop_event = threading.Event()
 
     def run(self) -> None:
-        while not self._stop_event.wait(0.05):
+        while not self._stop_event.wait(0.25):
             self.peak_mib = max(self.peak_mib, used_mib())
 
     def finish(self) -> int:
@@ -54,24 +52,27 @@ def say(**row: Any) -> None:
     print("RESULT " + json.dumps(row), flush=True)
 
 
-def kv_state() -> dict[str, Any] | None:
-    """Pool state of the kvcached engine of this process, None natively or under the peer."""
-    record = sys.modules.get("kvcached.integration.vllm.interfaces")
-    try:
-        return record.observability_snapshot() if record is not None else None
-    except Exception as error:  # the measurement goes on without it
-        return {"error": repr(error)}
+def kv_state(llm: Any) -> dict[str, int] | None:
+    """The pool of a kvcached engine in this process, None natively or under the peer."""
+    core = llm.llm_engine.engine_core.engine_core
+    ledger = getattr(core.scheduler.kv_cache_manager.block_pool, "ledger", None)
+    if ledger is None:
+        return None
+    stats = ledger.pool.stats()
+    return {key: stats[key] for key in ("used_bytes", "reserved_bytes", "mapped_bytes", "retired_pages", "quarantined_pages")}
 
 
-def one_engine(args: argparse.Namespace, model: str, caching: bool, base_mib: int) -> None:
+def run(args: argparse.Namespace, model: str, base_mib: int) -> None:
     from vllm import LLM, SamplingParams
 
+    caching = args.prefix_caching == "on"
     start = time.perf_counter()
     llm = LLM(
         model=model,
         load_format="dummy" if args.dummy else "auto",
         skip_tokenizer_init=True,
-        gpu_memory_utilization=args.utilization,
+        gpu_memory_utilization=args.utilization if args.kv_gib is None else 0.05,
+        kv_cache_memory_bytes=None if args.kv_gib is None else args.kv_gib << 30,
         max_model_len=args.max_model_len,
         enforce_eager=args.eager,
         enable_prefix_caching=caching,
@@ -86,7 +87,7 @@ def one_engine(args: argparse.Namespace, model: str, caching: bool, base_mib: in
         seconds=round(time.perf_counter() - start, 1),
         used_mib=used_mib() - base_mib,
         num_gpu_blocks=cache.num_gpu_blocks,
-        kv=kv_state(),
+        kv=kv_state(llm),
     )
     rng = random.Random(1)
     prompts = [
@@ -113,27 +114,19 @@ def one_engine(args: argparse.Namespace, model: str, caching: bool, base_mib: in
             output_tokens_per_s=round(sum(map(len, tokens)) / seconds, 1),
             peak_mib=peak - base_mib,
             used_mib=used_mib() - base_mib,
-            kv=kv_state(),
+            kv=kv_state(llm),
         )
         if args.tokens_out:
             path = pathlib.Path(args.tokens_out) / f"{args.label}-{'on' if caching else 'off'}-{number}.json"
             path.write_text(json.dumps(tokens))
     time.sleep(1.0)
-    say(**row, event="idle", used_mib=used_mib() - base_mib, kv=kv_state())
+    say(**row, event="idle", used_mib=used_mib() - base_mib, kv=kv_state(llm))
     if caching:
-        say(**row, event="reset", ok=llm.reset_prefix_cache(), used_mib=used_mib() - base_mib, kv=kv_state())
+        say(**row, event="reset", ok=llm.reset_prefix_cache(), used_mib=used_mib() - base_mib, kv=kv_state(llm))
     if args.kvctl and os.environ.get("ENABLE_KVCACHED"):
         from kvcached import _core
 
         _core.kvctl(["list"])
-    core = llm.llm_engine.engine_core
-    core.shutdown()
-    del core, llm
-    gc.collect()
-    import torch
-
-    torch.cuda.empty_cache()
-    say(**row, event="gone", used_mib=used_mib() - base_mib)
 
 
 def main() -> None:
@@ -141,8 +134,9 @@ def main() -> None:
     parser.add_argument("--label", required=True)
     parser.add_argument("--size", default="1b")
     parser.add_argument("--dummy", action="store_true", help="dummy weights: right for speed and memory, useless for tokens")
-    parser.add_argument("--prefix-caching", nargs="+", choices=["on", "off"], default=["off", "on"])
+    parser.add_argument("--prefix-caching", choices=["on", "off"], default="on")
     parser.add_argument("--utilization", type=float, default=0.5)
+    parser.add_argument("--kv-gib", type=int, help="size of the KV cache, instead of --utilization: several engines at once")
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--input-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=128)
@@ -158,9 +152,8 @@ def main() -> None:
 
     torch.cuda.init()
     base_mib = used_mib()
-    model = models.write(f"/tmp/kvcached-model-{args.size}", args.size, "bfloat16")
-    for caching in args.prefix_caching:
-        one_engine(args, str(model), caching == "on", base_mib)
+    model = models.write(f"/tmp/kvcached-model-{args.size}{'-dummy' * args.dummy}", args.size, "bfloat16", weights=not args.dummy)
+    run(args, str(model), base_mib)
 
 
 if __name__ == "__main__":

@@ -29,15 +29,25 @@ class Shape(NamedTuple):
 SHAPES = {
     "tiny": Shape(hidden=256, layers=4, heads=8, kv_heads=8, head_dim=128, ffn=512, vocab=1024),
     "1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=32000),
+    "8b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000),
 }
 
 
-def write(folder: str | Path, size: str, dtype: str = "float32", max_model_len: int = 32768) -> Path:
+def write(
+    folder: str | Path,
+    size: str,
+    dtype: str = "float32",
+    max_model_len: int = 32768,
+    *,
+    weights: bool = True,
+) -> Path:
     """Write the model unless the folder has it already; returns the folder.
 
     Args:
         folder: where config.json and model.safetensors go. size: a key of `SHAPES`.
         dtype: of the weights, "float32" or "bfloat16". max_model_len: tokens.
+        weights: False writes the shape alone, for an engine that makes up its own (`load_format="dummy"`):
+            right for speed and memory, useless for tokens.
     """
     folder = Path(folder)
     if (folder / "config.json").exists():
@@ -67,7 +77,8 @@ def write(folder: str | Path, size: str, dtype: str = "float32", max_model_len: 
     }
     (made / "config.json").write_text(json.dumps(config, indent=1))
     (made / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-    _write_weights(made / "model.safetensors", shape, dtype)
+    if weights:
+        _write_weights(made / "model.safetensors", shape, dtype)
     try:
         made.rename(folder)
     except OSError:  # another process was first

@@ -18,7 +18,6 @@ const MAX_WAIT: Duration = Duration::from_secs(10);
 /// Hands out block ids of backed pages. Thread-safe; shut down when dropped.
 pub struct Pool {
     mapper: Arc<dyn Mapper>,
-    meter: Arc<dyn Meter>,
     page_bytes: u64,
     virtual_bytes: u64,
     /// Idle pages that stay mapped.
@@ -36,6 +35,9 @@ struct State {
     ledger: Ledger,
     /// Driver calls that have ended, so that a waiter can tell a change from a false alarm.
     settlements: u64,
+    /// Who is told how much is mapped; None once the pool is shut down and has nothing left to tell, so that the row
+    /// it had is free for another pool.
+    meter: Option<Arc<dyn Meter>>,
     /// What was last told to the meter.
     published: Option<Usage>,
     /// Why nobody knows any longer what is mapped.
@@ -87,13 +89,13 @@ impl Pool {
             state: Mutex::new(State {
                 ledger,
                 settlements: 0,
+                meter: Some(meter),
                 published: None,
                 broken: None,
                 shut_down: false,
             }),
             settled: Condvar::new(),
             mapper,
-            meter,
         };
         // On failure `pool` is dropped, and with that shut down.
         pool.establish(config.min_reserved_pages(page_bytes))?;
@@ -282,7 +284,7 @@ impl Pool {
         self.mapper.synchronise().map_err(|source| PoolError::Driver { source })?;
         let mut state = self.lock()?;
         state.ledger.clear_all();
-        let (state, failure) = self.release_all(state)?;
+        let (mut state, failure) = self.release_all(state)?;
         if let Some(UnmapFailure { quarantined, source, .. }) = failure {
             return Err(if quarantined.is_empty() {
                 PoolError::Driver { source }
@@ -297,6 +299,7 @@ impl Pool {
             let detail = "a driver call did not end in time".to_owned();
             return Err(PoolError::StateConsistency { detail });
         }
+        state.meter = None;
         Ok(())
     }
 
@@ -510,7 +513,9 @@ impl Pool {
         let usage = self.usage(&state.ledger);
         if state.published != Some(usage) {
             state.published = Some(usage);
-            self.meter.publish(&usage);
+            if let Some(meter) = &state.meter {
+                meter.publish(&usage);
+            }
         }
     }
 }

@@ -127,6 +127,25 @@ fn figures_reach_the_record() {
     assert_eq!((figures.used_bytes, figures.reserved_bytes), (page_bytes, page_bytes));
     assert_eq!((figures.virtual_bytes, figures.quarantined_bytes), (range.virtual_bytes(), 0));
     pool.shutdown().unwrap();
-    let figures = seen(&records);
-    assert_eq!((figures.used_bytes, figures.reserved_bytes), (0, 0));
+    match list(&records).unwrap().as_slice() {
+        [Listed::Instance(view)] => assert!(view.pools.is_empty(), "{:?}", view.pools),
+        other => unreachable!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_pool_that_is_shut_down_leaves_its_row_to_the_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = InstanceRecord::create(&folder.path().join("records"), "two", "test", "cpu").unwrap();
+    let sim = Sim::new();
+    let range = ftensor(&sim);
+    let make = || {
+        let row = Arc::new(record.pool_row("KV cache")?);
+        Ok::<_, kvcached_control::ControlError>(Pool::new(config(&range), range.clone(), row).unwrap())
+    };
+    let first = make().unwrap();
+    assert!(make().is_err(), "a living pool keeps its row");
+    first.shutdown().unwrap();
+    make().unwrap();
+    drop(first);
 }
