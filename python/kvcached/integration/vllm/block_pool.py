@@ -185,7 +185,7 @@ def _elastic_classes() -> tuple[Any, Any]:
         def get_num_free_blocks(self) -> int:
             """Right after a check has counted what it needs: no more than memory can be had for."""
             queue, demand = self.free_block_queue, self.demand
-            free: int = queue.num_free_blocks
+            free: int = queue.num_cached + self.ledger.free
             if demand is None:
                 return free
             self.demand = None
@@ -273,19 +273,12 @@ def note_demand(original: Any) -> Any:
     """
 
     @functools.wraps(original)
-    def get_num_blocks_to_allocate(
-        self: Any, request_id: str, num_tokens: int, new_computed_blocks: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        needed = original(self, request_id, num_tokens, new_computed_blocks, *args, **kwargs)
-        pool = self.block_pool
-        if not getattr(pool, "is_elastic", False):
-            return needed
-        pool.demand = None
-        if needed:  # most steps of most requests need none
-            hits = sum(
-                block.ref_cnt == 0 and not block.is_null for group in new_computed_blocks for block in group
-            )
-            pool.demand = (needed, min(hits, needed))
+    def get_num_blocks_to_allocate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        needed = original(self, *args, **kwargs)
+        if needed and getattr(self.block_pool, "is_elastic", False):  # most requests need none in most steps
+            computed = kwargs["new_computed_blocks"] if "new_computed_blocks" in kwargs else args[2]
+            hits = sum(block.ref_cnt == 0 and not block.is_null for group in computed for block in group)
+            self.block_pool.demand = (needed, min(hits, needed))
         return needed
 
     return get_num_blocks_to_allocate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from kvcached import _core
@@ -23,6 +24,7 @@ logger = logging.getLogger("kvcached")
 
 _ATTRIBUTE = "_kvcached_memory"
 _engine_numbers = itertools.count()  # in one process, whose record has a row for each pool
+_live: weakref.WeakSet[EngineMemory] = weakref.WeakSet()
 
 
 class EngineMemory:
@@ -58,6 +60,11 @@ class EngineMemory:
     def detach(config: Any) -> None:
         if hasattr(config, _ATTRIBUTE):
             delattr(config, _ATTRIBUTE)
+
+    @staticmethod
+    def live() -> list[EngineMemory]:
+        """Those of this process that have memory."""
+        return list(_live)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineMemory:
         return self  # engines copy their configs; there is still one memory
@@ -108,6 +115,7 @@ class EngineMemory:
         ftensor = _core.FTensor(device, geometry, agreement.num_blocks)
         ftensor.map([0])
         self.agreement, self._ftensor = agreement, ftensor
+        _live.add(self)
         logger.info(
             "elastic KV cache on %s: %d layers, %d blocks, %.1f GiB of addresses; %s",
             device,
@@ -157,6 +165,7 @@ class EngineMemory:
         """Give all memory back. Idempotent. The addresses go when the engine's last tensor does."""
         pool, self.pool = self.pool, None
         ftensor, self._ftensor = self._ftensor, None
+        _live.discard(self)
         if ftensor is None:
             return
         ftensor.synchronise()
