@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     options: dict[str, tuple[str, ...]]
 
 
-SMALL, WHOLE_CARD = ("--kv-gib", "8"), ("--kv-gib", "120")
+SMALL, WHOLE_CARD = ("--kv-gib", "4"), ("--kv-gib", "120")
 PLANS = {
     "native": Plan({}, {"tokens": SMALL, "speed": ()}),
     "native2": Plan({}, {"tokens": SMALL, "speed": ()}),
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--peer", default="", help="folder of the peer's package")
     parser.add_argument("--runs", nargs="+", choices=PLANS)
     parser.add_argument("--caching", nargs="+", choices=["off", "on"])
-    parser.add_argument("--jobs", type=int, help="engines at once; default 12 for tokens, always 1 for speed")
+    parser.add_argument("--jobs", type=int, help="engines at once; default 10 for tokens, always 1 for speed")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("run_options", nargs="*", help="after --: options for vllm_run.py")
     args = parser.parse_args()
@@ -157,7 +157,7 @@ def main() -> None:
     caching = args.caching or {"tokens": ["off", "on"], "speed": ["on"]}[args.mode]
     wanted = [(e, c, r) for e in args.engines for c in caching for r in args.runs or RUNS[args.mode]]
     results: Results = {}
-    with concurrent.futures.ThreadPoolExecutor(1 if args.mode == "speed" else args.jobs or 12) as workers:
+    with concurrent.futures.ThreadPoolExecutor(1 if args.mode == "speed" else args.jobs or 10) as workers:
         for (engine, setting, name), rows in zip(
             wanted, workers.map(lambda job: run(*job, args), wanted), strict=True
         ):

@@ -106,7 +106,7 @@ def test_abort_midway(elastic, native_outcome):
 def test_rebuilt_engine_leaks_nothing(elastic):
     for _ in range(2):
         engine = elastic()
-        tokens, _ = engine.generate([prompt(1, 40)], max_tokens=4)
+        engine.generate([prompt(1, 40)], max_tokens=4)
         pool = engine.pool
         assert _core.live_ranges() == 1
         engine.shutdown()

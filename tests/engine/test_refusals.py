@@ -13,7 +13,7 @@ from conftest import ELASTIC, Engine, plugin_installed, prompt, settings
 from kvcached import _core
 from kvcached.errors import GeometryError, KVCachedConfigError
 from kvcached.integration.patching import SeamError
-from kvcached.integration.vllm import seams
+from kvcached.integration.vllm import plugin, seams
 from kvcached.integration.vllm.refusals import UnsupportedConfiguration
 
 
@@ -90,6 +90,7 @@ def test_several_workers(model_folder):
     refused(model_folder, UnsupportedConfiguration, "tensor parallelism of 2", tensor_parallel_size=2)
 
 
+@pytest.mark.skipif(vllm.version.__version__.startswith("0.26"), reason="not in this version's CPU build")
 def test_quantised_cache(model_folder):
     refused(model_folder, UnsupportedConfiguration, r"quantisation \(FP8_PER_TENSOR\)", kv_cache_dtype="fp8")
 
@@ -135,16 +136,17 @@ def test_name_that_is_taken(model_folder, kvcached_log):
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_all_seams_of_the_installed_version(device_type, monkeypatch):
+def test_all_seams_of_the_installed_version(device_type):
     """Also those of the GPU worker: the CPU build carries its modules."""
     version = vllm.version.__version__
-    patches = seams.patch_set(version, device_type)
-    # What an engine of this process applied carries a mark that another set refuses; look at what is declared.
-    declared = {seam.target: seam for seam in patches.seams}
-    assert len(declared) == len(patches.seams)
-    untouched = [seam for seam in patches.seams if "gpu" in seam.target or seam.make is None]
-    assert untouched
-    type(patches)("vllm", untouched).verify(version)
+    in_place = plugin.engine_patches(version, "cpu")
+    was_applied = in_place.applied
+    in_place.restore()
+    try:
+        seams.patch_set(version, device_type).verify(version)
+    finally:
+        if was_applied:
+            in_place.apply()
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.27.1", "0.28.0", "0.30.0", "1.0", "dev"])
