@@ -14,9 +14,8 @@ ENV := python3 tools/env.py
 # thread: with two on shared cores the small models of the tests ran at a third of the speed, spinning.
 ENGINE := VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 \
 	OMP_NUM_THREADS=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-PYTEST = $(wildcard tests/unit tests/packaging tests/engine)
 
-.PHONY: help demo test test-rust test-python lint fmt wheel check-wheel env env-tools clean
+.PHONY: help demo test test-rust test-unit test-engine lint fmt wheel check-wheel env env-tools clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -24,13 +23,17 @@ help: ## this list
 demo: ## a real vLLM natively and on kvcached, side by side (DEMO="--model-size 1b ...")
 	$(ENV) vllm --profile release -- python -m demo $(DEMO)
 
-test: wheel test-rust test-python ## all tests
+test: wheel test-rust test-unit test-engine ## all tests
 
 test-rust: ## the crates
 	cargo test --workspace --locked
 
-test-python: ## unit, packaging and engine tests, in vLLM's environment (PYTEST="tests/unit -k name")
-	$(ENGINE) $(ENV) vllm -- python -m pytest $(PYTEST)
+# Two processes: an engine's process has one instance record, which the unit tests would have made before it.
+test-unit: ## the Python API and the packages in dist (ARGS="-k name")
+	$(ENV) vllm -- python -m pytest tests/unit tests/packaging $(ARGS)
+
+test-engine: ## a real vLLM on the CPU, natively and on kvcached (ARGS="-k name")
+	$(ENGINE) $(ENV) vllm -- python -m pytest tests/engine $(ARGS)
 
 lint: ## rustfmt, clippy, ruff, mypy
 	cargo fmt --all --check
