@@ -265,6 +265,7 @@ class Reference(RuleBasedStateMachine):
         os.environ.pop("KVCACHED_MAX_RESERVED_MB", None)
         if hasattr(self, "manager"):
             self.manager.shutdown()
+            del self.manager
 
 
 Reference.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

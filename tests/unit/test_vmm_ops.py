@@ -58,6 +58,24 @@ def test_without_a_gpu_the_host_backend_is_chosen():
         vmm_ops.init_kvcached("cuda:0")
 
 
+def test_a_driver_without_our_functions_is_named_not_a_crash(tmp_path):
+    """An old libcuda: stood in for by a library that has none of the functions."""
+    (tmp_path / "empty.c").write_text("int nothing;\n")
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-o", library, tmp_path / "empty.c"], check=True)
+    code = (
+        "import kvcached\n"
+        "from kvcached import _core, errors\n"
+        "assert 'the driver has no cu' in _core.backend_available('cuda')\n"
+        "assert kvcached.vmm_ops.backend_name() == 'host'\n"
+        "try: kvcached.vmm_ops.init_kvcached('cuda:0')\n"
+        "except errors.DriverUnavailableError as e: assert 'the driver has no cuInit' in str(e), e\n"
+        "else: raise SystemExit('no error')\n"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+
+
 def test_import_needs_neither_libcuda_nor_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
