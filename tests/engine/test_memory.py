@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import vllm
@@ -132,7 +133,7 @@ def test_kvctl_list(elastic, capfd):
     engine.generate([prompt(1, 40)], max_tokens=4)
     assert _core.kvctl(["list"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    (row,) = [line for line in lines if line.startswith("vllm-")]
+    (row,) = [line for line in lines if line.split()[0] == f"vllm-{os.getpid()}"]
     columns = ["NAME", "ENGINE", "PID", "DEVICE", "USED", "RESERVED", "VIRTUAL"]
     assert lines[0].split() == columns
     assert "cpu" in row
