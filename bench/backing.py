@@ -57,7 +57,9 @@ def ours(page_mib: int, total_mib: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--total-mib", type=int, default=8192)
     parser.add_argument("--page-mib", type=int, nargs="+", default=[2, 16, 32, 128])
     parser.add_argument("--rounds", type=int, default=5)
@@ -74,10 +76,21 @@ def main() -> None:
         for page_mib in args.page_mib:
             floors, mine = [], []
             for _ in range(args.rounds):
-                done = subprocess.run([floor, str(page_mib), str(args.total_mib)], check=True, capture_output=True, text=True)
+                done = subprocess.run(
+                    [floor, str(page_mib), str(args.total_mib)], check=True, capture_output=True, text=True
+                )
                 floors.append([float(x) for x in done.stdout.split()])
-                command = [sys.executable, __file__, "--ours", str(page_mib), "--total-mib", str(args.total_mib)]
-                mine.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--ours",
+                    str(page_mib),
+                    "--total-mib",
+                    str(args.total_mib),
+                ]
+                mine.append(
+                    json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                )
             row = {"page_mib": page_mib, "total_mib": args.total_mib, "rounds": args.rounds}
             row["floor_back_us"] = statistics.median(f[0] for f in floors)
             row["floor_release_us"] = statistics.median(f[1] for f in floors)

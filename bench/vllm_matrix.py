@@ -51,7 +51,10 @@ PLANS = {
     "native": Plan({}, {"tokens": SMALL, "speed": ()}),
     "native2": Plan({}, {"tokens": SMALL, "speed": ()}),
     "ours": Plan(KVCACHED, {"tokens": SMALL, "speed": ("--kvctl",)}),
-    "top": Plan({**KVCACHED, "KVCACHED_PAGE_ORDER": "highest"}, {"tokens": WHOLE_CARD, "speed": ("--utilization", "0.9")}),
+    "top": Plan(
+        {**KVCACHED, "KVCACHED_PAGE_ORDER": "highest"},
+        {"tokens": WHOLE_CARD, "speed": ("--utilization", "0.9")},
+    ),
     "peer": Plan({"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1"}, {"tokens": SMALL, "speed": ()}),
 }
 RUNS = {"tokens": ["native", "native2", "ours", "top"], "speed": ["native", "ours"]}
@@ -117,7 +120,9 @@ def tokens_table(results: Results) -> str:
     lines = ["| engine | prefix caching | kvcached | highest pages first |", "|---|---|---|---|"]
     for (engine, caching), runs in results.items():
         native, again, ours, top = (passes(runs.get(name, [])) for name in RUNS["tokens"])
-        lines.append(f"| {engine} | {caching} | {verdict(native, again, ours)} | {verdict(native, again, top)} |")
+        lines.append(
+            f"| {engine} | {caching} | {verdict(native, again, ours)} | {verdict(native, again, top)} |"
+        )
     return "\n".join(lines)
 
 
@@ -132,7 +137,9 @@ def speed_table(results: Results) -> str:
         for name, rows in runs.items():
             mine, mine_later = speed(passes(rows))
             peak = max((row["peak_mib"] for row in passes(rows)), default=0)
-            memory = f"{event(rows, 'start').get('used_mib')} / {peak} / {event(rows, 'idle').get('used_mib')}"
+            memory = (
+                f"{event(rows, 'start').get('used_mib')} / {peak} / {event(rows, 'idle').get('used_mib')}"
+            )
             lines.append(
                 f"| {engine} | {caching} | {name} | {mine:.0f} | {mine / first:.3f} | {mine_later:.0f} | {mine_later / later:.3f} "
                 f"| {memory} | {event(rows, 'reset').get('used_mib', '')} |"
@@ -141,10 +148,16 @@ def speed_table(results: Results) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("mode", choices=["tokens", "speed"])
-    parser.add_argument("--engines", nargs="+", required=True, help="0.26.0-v1, 0.26.0-v2 (the runner), 0.29.0, ...")
-    parser.add_argument("--site", action="append", default=[], help="NAME=FOLDER of packages for those engines")
+    parser.add_argument(
+        "--engines", nargs="+", required=True, help="0.26.0-v1, 0.26.0-v2 (the runner), 0.29.0, ..."
+    )
+    parser.add_argument(
+        "--site", action="append", default=[], help="NAME=FOLDER of packages for those engines"
+    )
     parser.add_argument("--peer", default="", help="folder of the peer's package")
     parser.add_argument("--runs", nargs="+", choices=PLANS)
     parser.add_argument("--caching", nargs="+", choices=["off", "on"])

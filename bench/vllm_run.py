@@ -1,9 +1,11 @@
 """One vLLM engine on a GPU: token digests pass by pass, output tokens/s, GPU memory. Prints `RESULT {json}` lines.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 [ENABLE_KVCACHED=true] python bench/vllm_run.py --label native --size 1b --prefix-caching on
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 [ENABLE_KVCACHED=true] \\
+        python bench/vllm_run.py --label native --size 1b --prefix-caching on
 
-The same prompts are run `--passes` times, with a process for each setting of prefix caching. With VLLM_ENABLE_V1_MULTIPROCESSING=0 native vLLM repeats itself pass by pass, so digests can be compared between processes
-(docs/FIGURES.md, method).
+The same prompts are run `--passes` times, with a process for each setting of prefix caching. With
+VLLM_ENABLE_V1_MULTIPROCESSING=0 native vLLM repeats itself pass by pass, so digests can be compared between
+processes (docs/FIGURES.md).
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ def kv_state(llm: Any) -> dict[str, int] | None:
     if ledger is None:
         return None
     stats = ledger.pool.stats()
-    return {key: stats[key] for key in ("used_bytes", "reserved_bytes", "mapped_bytes", "retired_pages", "quarantined_pages")}
+    return {
+        key: stats[key]
+        for key in ("used_bytes", "reserved_bytes", "mapped_bytes", "retired_pages", "quarantined_pages")
+    }
 
 
 def run(args: argparse.Namespace, model: str, base_mib: int) -> None:
@@ -91,10 +96,13 @@ def run(args: argparse.Namespace, model: str, base_mib: int) -> None:
     )
     rng = random.Random(1)
     prompts = [
-        {"prompt_token_ids": [rng.randrange(3, 1000) for _ in range(args.input_tokens)]} for _ in range(args.requests)
+        {"prompt_token_ids": [rng.randrange(3, 1000) for _ in range(args.input_tokens)]}
+        for _ in range(args.requests)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=args.output_tokens, ignore_eos=True, detokenize=False)
-    warm = [{"prompt_token_ids": [rng.randrange(3, 1000) for _ in range(args.input_tokens)]} for _ in range(8)]
+    warm = [
+        {"prompt_token_ids": [rng.randrange(3, 1000) for _ in range(args.input_tokens)]} for _ in range(8)
+    ]
     llm.generate(warm, params, use_tqdm=False)
     for number in range(args.passes):
         sampler = MemorySampler()
@@ -122,7 +130,13 @@ def run(args: argparse.Namespace, model: str, base_mib: int) -> None:
     time.sleep(1.0)
     say(**row, event="idle", used_mib=used_mib() - base_mib, kv=kv_state(llm))
     if caching:
-        say(**row, event="reset", ok=llm.reset_prefix_cache(), used_mib=used_mib() - base_mib, kv=kv_state(llm))
+        say(
+            **row,
+            event="reset",
+            ok=llm.reset_prefix_cache(),
+            used_mib=used_mib() - base_mib,
+            kv=kv_state(llm),
+        )
     if args.kvctl and os.environ.get("ENABLE_KVCACHED"):
         from kvcached import _core
 
@@ -130,13 +144,19 @@ def run(args: argparse.Namespace, model: str, base_mib: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--label", required=True)
     parser.add_argument("--size", default="1b")
-    parser.add_argument("--dummy", action="store_true", help="dummy weights: right for speed and memory, useless for tokens")
+    parser.add_argument(
+        "--dummy", action="store_true", help="dummy weights: right for speed and memory, useless for tokens"
+    )
     parser.add_argument("--prefix-caching", choices=["on", "off"], default="on")
     parser.add_argument("--utilization", type=float, default=0.5)
-    parser.add_argument("--kv-gib", type=int, help="size of the KV cache, instead of --utilization: several engines at once")
+    parser.add_argument(
+        "--kv-gib", type=int, help="size of the KV cache, instead of --utilization: several engines at once"
+    )
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--input-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=128)
@@ -146,13 +166,18 @@ def main() -> None:
     parser.add_argument("--kvctl", action="store_true", help="show `kvctl list` once the passes are done")
     parser.add_argument("--tokens-out", help="folder for the tokens of every pass")
     args = parser.parse_args()
-    from demo import model as models
-
     import torch
+
+    from demo import model as models
 
     torch.cuda.init()
     base_mib = used_mib()
-    model = models.write(f"/tmp/kvcached-model-{args.size}{'-dummy' * args.dummy}", args.size, "bfloat16", weights=not args.dummy)
+    model = models.write(
+        f"/tmp/kvcached-model-{args.size}{'-dummy' * args.dummy}",
+        args.size,
+        "bfloat16",
+        weights=not args.dummy,
+    )
     run(args, str(model), base_mib)
 
 

@@ -8,11 +8,13 @@ error of the caller: SIGSEGV on a CPU, an illegal address on a GPU.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcached import _core
 from kvcached.errors import KVCachedConfigError, KVCachedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "backend_name",
@@ -133,7 +135,9 @@ def create_kv_tensors(
     if itemsize <= 0 or size <= 0 or size % itemsize:
         raise KVCachedConfigError(f"size={size} bytes is not a positive multiple of itemsize={itemsize}")
     if num_layers <= 0 or num_kv_buffers <= 0:
-        raise KVCachedConfigError(f"num_layers={num_layers} and num_kv_buffers={num_kv_buffers} must be positive")
+        raise KVCachedConfigError(
+            f"num_layers={num_layers} and num_kv_buffers={num_kv_buffers} must be positive"
+        )
     block = block_bytes or _UNTOLD_BLOCK_BYTES
     geometry = _core.Geometry.solve(
         num_layers * num_kv_buffers,
@@ -168,7 +172,9 @@ def get_ftensor(group_id: int = 0) -> _core.FTensor:
     """The reserved range behind a group's tensors. Raises `KVCachedConfigError` where there is none."""
     groups = _state().groups
     if group_id not in groups:
-        raise KVCachedConfigError(f"group {group_id} has no tensors: call create_kv_tensors(..., group_id={group_id}) first")
+        raise KVCachedConfigError(
+            f"group {group_id} has no tensors: call create_kv_tensors(..., group_id={group_id}) first"
+        )
     return groups[group_id]
 
 

@@ -69,7 +69,9 @@ def test_the_gpu_is_chosen_and_its_memory_seen():
 
 def test_a_whole_card_of_addresses_costs_no_memory():
     before = free_bytes()
-    tensors = vmm_ops.create_kv_tensors(4 * GIB, 2, "cuda:0", num_layers=32, block_bytes=32 << 10, tokens_per_block=16)
+    tensors = vmm_ops.create_kv_tensors(
+        4 * GIB, 2, "cuda:0", num_layers=32, block_bytes=32 << 10, tokens_per_block=16
+    )
     assert len(tensors) == 64 and all(t.is_cuda and t.is_contiguous() for t in tensors)
     assert before - free_bytes() < 16 * MIB
     del tensors
@@ -107,7 +109,9 @@ def test_fresh_memory_holds_no_nan_after_other_tenants_wrote_nan():
     torch.cuda.synchronize()
     del dirt
     torch.cuda.empty_cache()
-    tensors = vmm_ops.create_kv_tensors(4 * GIB, 2, "cuda:0", num_layers=1, num_kv_buffers=1, block_bytes=64 << 10)
+    tensors = vmm_ops.create_kv_tensors(
+        4 * GIB, 2, "cuda:0", num_layers=1, num_kv_buffers=1, block_bytes=64 << 10
+    )
     pages = list(range(vmm_ops.get_ftensor().num_pages))
     vmm_ops.map_to_kv_tensors(pages)
     assert int(torch.count_nonzero(tensors[0])) == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+
 from kvcached.config import Settings, declared_settings, settings_table
 from kvcached.errors import KVCachedConfigError
 

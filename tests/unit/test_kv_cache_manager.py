@@ -6,7 +6,8 @@ import gc
 
 import numpy as np
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvcached
@@ -66,7 +67,9 @@ def test_every_block_is_a_row_of_its_own(no_reserve):
             view[block * size : (block + 1) * size].view(np.int32)[:] = number * len(views) + buffer
     for number, block in enumerate(ids):
         for buffer, view in enumerate(views):
-            assert (view[block * size : (block + 1) * size].view(np.int32) == number * len(views) + buffer).all()
+            assert (
+                view[block * size : (block + 1) * size].view(np.int32) == number * len(views) + buffer
+            ).all()
     assert manager.alloc(1) is None
     del view, views
 
