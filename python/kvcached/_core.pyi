@@ -140,7 +140,7 @@ class Pool:
         reserve_null_block: bool = False,
         async_sched: bool = False,
         min_reserved_bytes: int = 0,
-        max_reserved_bytes: int = 64 << 20,
+        max_reserved_bytes: int = 48 << 20,
         highest_pages_first: bool = False,
         record: InstanceRecord | None = None,
         pool_name: str | None = None,

@@ -137,7 +137,7 @@ class Settings:
     max_reserved_mb: int = _declare(
         "KVCACHED_MAX_RESERVED_MB",
         _count_from(0),
-        default=64,
+        default=48,
         unit="MiB",
         meaning="Memory of a pool that may stay ready after its blocks were freed; what is above goes back. "
         "At least `KVCACHED_MIN_RESERVED_MB`.",

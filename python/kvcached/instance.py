@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 
@@ -27,5 +28,8 @@ def process_record(engine: str, device: str) -> _core.InstanceRecord:
     with _lock:
         if pid not in _records:
             name = Settings.from_env().ipc_name or f"{engine.split()[0]}-{pid}"
-            _records[pid] = _core.InstanceRecord(name, engine, device)
+            record = _records[pid] = _core.InstanceRecord(name, engine, device)
+            atexit.register(
+                record.close
+            )  # module globals may outlive the interpreter's last chance to drop them
         return _records[pid]

@@ -73,7 +73,7 @@ def check(native: BlockPool, pool: _core.Pool) -> None:
     assert set(pool.pages_of([b.block_id for b in held])) <= mapped
     queue = native.free_block_queue
     assert {b.block_id for b in queue.cached_blocks()} == {b.block_id for b in cached}
-    assert queue.num_cached == len(cached)
+    assert queue.num_free_blocks == len(cached)
     assert native.get_num_free_blocks() == len(blocks) - len(held) + len(cached)
     assert len(queue.get_all_free_blocks()) == native.get_num_free_blocks()
 

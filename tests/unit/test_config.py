@@ -32,12 +32,12 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         "ipc_name": None,
         "page_mb": None,
         "min_reserved_mb": 0,
-        "max_reserved_mb": 64,
+        "max_reserved_mb": 48,
         "page_order": "lowest",
         "log_level": "info",
     }
     assert settings.page_bytes is None
-    assert (settings.min_reserved_bytes, settings.max_reserved_bytes) == (0, 64 << 20)
+    assert (settings.min_reserved_bytes, settings.max_reserved_bytes) == (0, 48 << 20)
 
 
 def test_every_setting_can_be_stated() -> None:
@@ -107,10 +107,10 @@ def test_the_longest_instance_name_is_accepted() -> None:
 def test_the_maximum_is_not_below_the_minimum() -> None:
     message = refusal({"KVCACHED_MIN_RESERVED_MB": "65"})  # the default maximum counts too
     assert message == (
-        "KVCACHED_MAX_RESERVED_MB (64 MiB) is below KVCACHED_MIN_RESERVED_MB (65 MiB): "
+        "KVCACHED_MAX_RESERVED_MB (48 MiB) is below KVCACHED_MIN_RESERVED_MB (65 MiB): "
         "raise the one or lower the other"
     )
-    assert Settings.from_env({"KVCACHED_MIN_RESERVED_MB": "64"}).min_reserved_mb == 64
+    assert Settings.from_env({"KVCACHED_MIN_RESERVED_MB": "48"}).min_reserved_mb == 48
 
 
 @pytest.mark.parametrize(

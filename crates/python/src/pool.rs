@@ -38,7 +38,7 @@ impl Pool {
     #[new]
     #[pyo3(signature = (
         ftensor, *, geometry = None, num_blocks = None, reserve_null_block = false, async_sched = false,
-        min_reserved_bytes = 0, max_reserved_bytes = 64 << 20, highest_pages_first = false, record = None,
+        min_reserved_bytes = 0, max_reserved_bytes = 48 << 20, highest_pages_first = false, record = None,
         pool_name = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python constructor")]

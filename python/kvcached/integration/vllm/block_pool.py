@@ -116,24 +116,15 @@ def _elastic_classes() -> tuple[Any, Any]:
         """
 
         ledger: BlockLedger
-        num_cached: int
-
-        @property
-        def num_free_blocks(self) -> int:
-            return self.num_cached + self.ledger.free
-
-        @num_free_blocks.setter
-        def num_free_blocks(self, total: int) -> None:
-            # vLLM's methods add and subtract the cached blocks that they link and unlink.
-            self.num_cached = total - self.ledger.free
+        # `num_free_blocks` counts what is in this queue, as vLLM's methods keep it: cached blocks.
 
         def popleft(self) -> Any:
             return self.popleft_n(1)[0]
 
         def popleft_n(self, n: int) -> list[Any]:
             fresh = self.ledger.on_hand(n)
-            if n - fresh > self.num_cached:
-                raise KVCachePoolExhausted(f"{n} blocks wanted, {fresh + self.num_cached} can be had")
+            if n - fresh > self.num_free_blocks:
+                raise KVCachePoolExhausted(f"{n} blocks wanted, {fresh + self.num_free_blocks} can be had")
             cached: list[Any] = super().popleft_n(n - fresh)
             return self.ledger.take(fresh) + cached
 
@@ -185,16 +176,16 @@ def _elastic_classes() -> tuple[Any, Any]:
         def get_num_free_blocks(self) -> int:
             """Right after a check has counted what it needs: no more than memory can be had for."""
             queue, demand = self.free_block_queue, self.demand
-            free: int = queue.num_cached + self.ledger.free
+            free: int = queue.num_free_blocks + self.ledger.free
             if demand is None:
                 return free
             self.demand = None
             needed, hits = demand
             if needed > free:
                 return free
-            wanted = min(needed - hits, free - queue.num_cached)
+            wanted = min(needed - hits, free - queue.num_free_blocks)
             fresh = self.ledger.on_hand(wanted)
-            return free if fresh >= wanted else int(queue.num_cached) + fresh
+            return free if fresh >= wanted else int(queue.num_free_blocks) + fresh
 
         def _remove_cached_block_hashes(self, block: Any) -> Any:
             removed = super()._remove_cached_block_hashes(block)
@@ -243,8 +234,7 @@ def overlay_block_pool(block_pool: Any, pool: _core.Pool) -> None:
 
     ledger = BlockLedger(pool, items)
     queue_class, pool_class = _elastic_classes()
-    del queue.num_free_blocks  # a property from here on
-    queue.__class__, queue.ledger, queue.num_cached = queue_class, ledger, 0
+    queue.__class__, queue.ledger, queue.num_free_blocks = queue_class, ledger, 0
     block_pool.__class__, block_pool.ledger, block_pool.demand = pool_class, ledger, None
     block_pool.blocks = ledger.blocks
 
