@@ -52,7 +52,7 @@ def main() -> int:
     settings = {"off": [False], "on": [True], "both": [False, True]}[chosen.prefix_caching]
     chosen.out.mkdir(parents=True, exist_ok=True)
     print(
-        f"A {size} Llama with random weights on the {where.upper()}: "
+        f"A {size} Llama with random weights on a {'GPU' if where == 'cuda' else where.upper()}: "
         f"{chosen.bursts} bursts of {requests} requests, {chosen.pause:g} s apart."
     )
 
