@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -273,3 +275,22 @@ class Reference(RuleBasedStateMachine):
 
 Reference.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestReference = Reference.TestCase
+
+
+def test_a_lost_page_is_told_on_stderr():
+    """A page that somebody unmapped behind the pool's back: the free goes through, the page is never used again."""
+    code = (
+        "from kvcached import _core\n"
+        "geometry = _core.Geometry.solve(2, 1 << 20, _core.granularity('cpu'))\n"
+        "ftensor = _core.FTensor('cpu', geometry, 64)\n"
+        "pool = _core.Pool(ftensor, max_reserved_bytes=0)\n"
+        "ids = pool.alloc(3)\n"
+        "ftensor.unmap(pool.pages_of(ids[:1]))\n"
+        "pool.free(ids)\n"
+        "assert pool.stats()['quarantined_pages'] == 1\n"
+        "assert pool.available_size() == 64 - geometry.blocks_per_page\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert "could not be unmapped" in done.stderr and "quarantined=[0]" in done.stderr

@@ -12,6 +12,18 @@ mod tensor;
 use errors::Raise;
 use kvcached_vmm::Device;
 
+/// Lets the crates' warnings (a page lost, memory that could not be given back) reach standard error. Not Python's
+/// logging: they come from threads and moments where the interpreter may not be entered.
+fn warn_on_stderr() {
+    let subscriber = tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_max_level(tracing::Level::WARN)
+        .with_ansi(false)
+        .finish();
+    // Another extension of this process cannot have set ours: this crate has its own copy of `tracing`.
+    let _ = tracing::subscriber::set_global_default(subscriber);
+}
+
 /// None where the backend's driver library can be used, else why it cannot. Does not start the driver.
 #[pyfunction]
 fn backend_available(py: Python<'_>, backend: &str) -> PyResult<Option<String>> {
@@ -62,6 +74,7 @@ mod _core {
     #[pymodule_init]
     fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
         use pyo3::types::PyModuleMethods;
+        super::warn_on_stderr();
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         super::errors::register(module)
     }
