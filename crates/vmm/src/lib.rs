@@ -13,6 +13,7 @@
 /// Addresses are `usize` and sizes `u64` throughout.
 const _: () = assert!(usize::BITS == 64);
 
+mod backends;
 mod book;
 pub mod cuda;
 pub mod driver;
@@ -23,7 +24,8 @@ pub mod host;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
 
-pub use driver::{Device, DeviceNameError, Driver, DriverError, Handle, MemInfo, available, open};
+pub use backends::{available, open};
+pub use driver::{Device, DeviceNameError, Driver, DriverError, Handle, MemInfo};
 pub use error::{UnmapFailure, VmmError};
 pub use ftensor::{FTensor, live_ranges};
 pub use geometry::{Geometry, GeometryError, Shape, Target};

@@ -266,7 +266,6 @@ impl Driver for Cuda {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::driver;
 
     #[test]
     fn without_a_library_every_way_in_says_so() {
@@ -278,8 +277,8 @@ mod tests {
         let is_no_driver = |e: DriverError| {
             assert!(matches!(&e, DriverError::NoDriver { why } if why.contains("libcuda.so.1")), "{e:?}");
         };
-        is_no_driver(driver::open(Device::Cuda(0)).unwrap_err());
-        is_no_driver(driver::available(Device::Cuda(0)).unwrap_err());
+        is_no_driver(crate::open(Device::Cuda(0)).unwrap_err());
+        is_no_driver(crate::available(Device::Cuda(0)).unwrap_err());
         is_no_driver(missing_symbols().unwrap_err());
         is_no_driver(Primary::retain(0).unwrap_err());
         let mut free = 0;

@@ -1,0 +1,55 @@
+//! Which backend serves a device, and the one driver that a process has of it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::driver::{Device, Driver, DriverError};
+use crate::{cuda, host};
+
+/// The driver of `device`, opened once a process and kept until it ends.
+///
+/// Fails with `NoDriver` or `NoSymbol` where the machine has none, with `Call` where the driver refuses. A failure is not
+/// remembered. A fork gets a driver of its own: the memory of its parent is not its to manage.
+pub fn open(device: Device) -> Result<Arc<dyn Driver>, DriverError> {
+    type Opened = HashMap<(u32, Device), Arc<dyn Driver>>;
+    static OPENED: Mutex<Option<Opened>> = Mutex::new(None);
+    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    let opened = opened.get_or_insert_default();
+    let key = (std::process::id(), device);
+    if let Some(driver) = opened.get(&key) {
+        return Ok(Arc::clone(driver));
+    }
+    let driver: Arc<dyn Driver> = match device {
+        Device::Cuda(ordinal) => Arc::new(cuda::Cuda::open(ordinal)?),
+        Device::Host => Arc::new(host::Host::new()?),
+    };
+    opened.insert(key, Arc::clone(&driver));
+    Ok(driver)
+}
+
+/// Whether `device` can be opened as far as can be told without starting the driver.
+///
+/// For CUDA: the library loads and has every function. Deliberately no `cuInit`: a process that has started CUDA can no
+/// longer fork a worker that uses it.
+pub fn available(device: Device) -> Result<(), DriverError> {
+    match device {
+        Device::Host => Ok(()),
+        Device::Cuda(_) => match cuda::missing_symbols()?.first() {
+            None => Ok(()),
+            Some(call) => Err(DriverError::NoSymbol { call }),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_opened_once() {
+        let (a, b) = (open(Device::Host).unwrap(), open(Device::Host).unwrap());
+        assert!(Arc::ptr_eq(&a, &b));
+        assert_eq!(a.device(), Device::Host);
+        available(Device::Host).unwrap();
+    }
+}
