@@ -163,9 +163,9 @@ def main() -> None:
     parser.add_argument("--caching", nargs="+", choices=["off", "on"])
     parser.add_argument("--jobs", type=int, help="engines at once; default 10 for tokens, always 1 for speed")
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    ours, _, theirs = " ".join(sys.argv[1:]).partition(" -- ")
-    args = parser.parse_args(ours.split())
-    args.run_options = theirs.split()
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:at])
+    args.run_options = sys.argv[at + 1 :]
     args.sites = dict(item.split("=", 1) for item in args.site)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     caching = args.caching or {"tokens": ["off", "on"], "speed": ["on"]}[args.mode]

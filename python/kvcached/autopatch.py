@@ -1,4 +1,4 @@
-"""Imported by `kvcached.pth` at every start of a Python where `ENABLE_KVCACHED` is set.
+"""Imported by `kvcached_hooks.pth` at every start of a Python where `ENABLE_KVCACHED` is set.
 
 vLLM's plug-in hook reaches the same place; this one is for processes that load no plug-ins (`VLLM_PLUGINS`,
 engines built by hand). Either or both may run. Neither imports an engine: a hook waits for the engine to be

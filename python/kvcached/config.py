@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from kvcached.errors import KVCachedConfigError
 
@@ -88,6 +88,14 @@ def _declare(
 ) -> Any:
     shown = default_shown if default_shown is not None else str(default).lower()
     return field(default=default, metadata={"setting": Setting(variable, kind, shown, unit, meaning)})
+
+
+class PoolOptions(TypedDict):
+    """See `Settings.pool_options`."""
+
+    min_reserved_bytes: int
+    max_reserved_bytes: int
+    highest_pages_first: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +204,15 @@ class Settings:
     def max_reserved_bytes(self) -> int:
         """Bytes of a pool that may stay ready."""
         return self.max_reserved_mb * MIB
+
+    @property
+    def pool_options(self) -> PoolOptions:
+        """What these settings ask of every pool, as keyword arguments of `kvcached._core.Pool`."""
+        return {
+            "min_reserved_bytes": self.min_reserved_bytes,
+            "max_reserved_bytes": self.max_reserved_bytes,
+            "highest_pages_first": self.page_order == "highest",
+        }
 
 
 def declared_settings() -> tuple[Setting, ...]:

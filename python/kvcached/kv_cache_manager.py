@@ -80,7 +80,6 @@ class KVCacheManager(_core.Pool):
             raise KVCachedConfigError(
                 f"group {group_id} has {ftensor.geometry.num_buffers} buffers, not {num_layers} layers x {num_kv_buffers}"
             )
-        settings = Settings.from_env()
         return super().__new__(
             cls,
             ftensor,
@@ -88,11 +87,9 @@ class KVCacheManager(_core.Pool):
             num_blocks=num_blocks,
             reserve_null_block=reserve_null_block,
             async_sched=async_sched,
-            min_reserved_bytes=settings.min_reserved_mb << 20,
-            max_reserved_bytes=settings.max_reserved_mb << 20,
-            highest_pages_first=settings.page_order == "highest",
             record=process_record("kvcached", ftensor.device),
             pool_name=pool_name or f"group {group_id}",
+            **Settings.from_env().pool_options,
         )
 
     @property

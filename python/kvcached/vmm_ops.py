@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from kvcached import _core
+from kvcached.config import Settings
 from kvcached.errors import KVCachedConfigError, KVCachedError
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def init_kvcached(device: str | None = None, page_size: int = 0, contiguous_layo
 
     Args:
         device: "cuda:N" or "cpu" (the host backend). None: the first GPU, or "cpu" where there is none.
-        page_size: target size of a page in bytes, a multiple of the device's granularity; 0: chosen by the solver.
+        page_size: target size of a page in bytes, a multiple of the device's granularity; 0: that of
+            `KVCACHED_PAGE_MB`, else chosen by the solver.
         contiguous_layout: must be True; the one-range-a-buffer layout is not built yet.
 
     Raises:
@@ -76,7 +78,7 @@ def init_kvcached(device: str | None = None, page_size: int = 0, contiguous_layo
             f"round it up to {-(-max(page_size, 1) // granularity) * granularity}"
         )
     with _lock:
-        wanted = (device, page_size or None)
+        wanted = (device, page_size or Settings.from_env().page_bytes)
         if _process is not None and (_process.device, _process.page_bytes) != wanted:
             raise KVCachedConfigError(
                 f"kvcached was initialised for {_process.device} with page size {_process.page_bytes}: "

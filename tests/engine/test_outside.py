@@ -61,7 +61,7 @@ def outside(tmp_path, model_folder):
 # "01": one to vLLM's client, which starts EngineCore in a process of its own, and not the "1" for which the CPU platform
 # puts the worker into a third one. On a GPU "1" means two processes.
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "01"}
-# vLLM loads no plug-ins, and `kvcached.pth` (which an editable install has not) is what is left.
+# vLLM loads no plug-ins, and `kvcached_hooks.pth` (which an editable install has not) is what is left.
 NO_PLUGINS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_PLUGINS": "none",

@@ -183,6 +183,17 @@ def test_a_page_size_that_the_device_refuses_is_named():
         vmm_ops.init_kvcached("tpu:0")
 
 
+def test_the_page_size_setting_holds_where_no_size_is_given(monkeypatch):
+    monkeypatch.setenv("KVCACHED_PAGE_MB", "5")
+    vmm_ops.init_kvcached("cpu")
+    vmm_ops.create_kv_tensors(4 * MIB, 2, block_bytes=32 << 10)
+    assert vmm_ops.get_ftensor().geometry.page_bytes == 5 * MIB
+    vmm_ops.shutdown_kvcached()
+    vmm_ops.init_kvcached("cpu", page_size=7 * MIB)
+    vmm_ops.create_kv_tensors(4 * MIB, 2, block_bytes=32 << 10)
+    assert vmm_ops.get_ftensor().geometry.page_bytes == 7 * MIB
+
+
 def test_ids_over_int32_are_refused_at_creation():
     vmm_ops.init_kvcached("cpu")
     with pytest.raises(GeometryError, match=r"2\^31|int32"):

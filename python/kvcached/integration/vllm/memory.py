@@ -153,11 +153,9 @@ class EngineMemory:
             self.ftensor,
             reserve_null_block=True,
             async_sched=True,
-            min_reserved_bytes=self.settings.min_reserved_bytes,
-            max_reserved_bytes=self.settings.max_reserved_bytes,
-            highest_pages_first=self.settings.page_order == "highest",
             record=process_record(self.engine, self.ftensor.device),
             pool_name=f"engine {next(_engine_numbers)}",
+            **self.settings.pool_options,
         )
         return self.pool
 
