@@ -165,6 +165,16 @@ class Pool:
         """Take these very ids, which must be free; their pages are backed. Raises `BlockError` or `KVCachePoolExhausted`, nothing changed."""
     def available_size(self) -> int:
         """Blocks that may still be allocated: free blocks of backed and of unbacked pages."""
+    def refresh_credit(self, leave_bytes: int = 0) -> int:
+        """Ask the device for its room and count it, less `leave_bytes`, as credit until pages are backed from it, the device
+        refuses one, or the next call. Others may take that memory meanwhile. Returns `promised_size()`.
+        """
+    def promised_size(self) -> int:
+        """Blocks that an `alloc` can have as far as memory is known: free ones in backed pages and those of pages covered by
+        credit. Makes no system call.
+        """
+    def free_ids(self) -> list[int]:
+        """Every free block of the pool, backed or not. Walks all pages: for checks."""
     def backed_size(self) -> int:
         """Free blocks in backed pages: an `alloc` of that many makes no driver call and cannot fail."""
     def reserve_demand(self, n: int) -> int:

@@ -254,6 +254,19 @@ impl Ledger {
         self.pinned
     }
 
+    /// Every block that nobody holds, by id; those set aside too, those of quarantined pages not. Walks all pages.
+    pub fn free_ids(&self) -> Vec<u32> {
+        let mut ids = Vec::new();
+        for (page, entry) in (0..).zip(&self.pages) {
+            if entry.state != PageState::Quarantined {
+                let slots = (0..self.layout.capacity(page)).filter(|slot| self.bitmap.is_free(page, *slot));
+                ids.extend(slots.map(|slot| self.layout.block_id(page, slot)));
+            }
+        }
+        ids.extend(&self.set_aside);
+        ids
+    }
+
     /// A begun step has not ended: queued work may still read pages.
     pub fn has_outstanding_step(&self) -> bool {
         self.begun > self.ended

@@ -37,6 +37,10 @@ impl Mapper for FTensor {
         Ok(FTensor::synchronise(self)?)
     }
 
+    fn room(&self) -> Result<u64, Cause> {
+        Ok(self.driver().mem_info()?.free)
+    }
+
     fn page_bytes(&self) -> u64 {
         self.geometry().page_bytes()
     }

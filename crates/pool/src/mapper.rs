@@ -18,6 +18,9 @@ pub trait Mapper: Send + Sync {
     /// Waits for all work on the device.
     fn synchronise(&self) -> Result<(), Cause>;
 
+    /// Bytes that the device could give at this moment. Others may take them the next.
+    fn room(&self) -> Result<u64, Cause>;
+
     /// Physical bytes of one page, never 0.
     fn page_bytes(&self) -> u64;
 

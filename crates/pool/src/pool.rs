@@ -33,6 +33,8 @@ pub struct Pool {
 
 struct State {
     ledger: Ledger,
+    /// Pages that the device was seen to have room for and that are not backed yet.
+    credit: u32,
     /// Driver calls that have ended, so that a waiter can tell a change from a false alarm.
     settlements: u64,
     /// Who is told how much is mapped; None once the pool is shut down and has nothing left to tell, so that the row
@@ -46,6 +48,21 @@ struct State {
 }
 
 type Guard<'a> = MutexGuard<'a, State>;
+
+impl State {
+    /// The last page may hold fewer blocks than the others, and may be among the next to be backed.
+    fn promised(&self) -> u32 {
+        let unbacked = self.ledger.block_counts().unbacked;
+        let growth = if self.credit >= self.ledger.page_counts().free {
+            unbacked
+        } else {
+            let layout = self.ledger.layout();
+            let missing = layout.num_pages() * layout.blocks_per_page - layout.num_blocks;
+            unbacked.min((self.credit * layout.blocks_per_page).saturating_sub(missing))
+        };
+        self.ledger.backed_free_blocks() + growth
+    }
+}
 
 /// Where a pool stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -88,6 +105,7 @@ impl Pool {
             owner: std::process::id(),
             state: Mutex::new(State {
                 ledger,
+                credit: 0,
                 settlements: 0,
                 meter: Some(meter),
                 published: None,
@@ -178,6 +196,29 @@ impl Pool {
     /// Free blocks on hand: an `alloc` of that many makes no driver call.
     pub fn backed(&self) -> Result<u32, PoolError> {
         Ok(self.enter()?.ledger.backed_free_blocks())
+    }
+
+    /// Asks the device for its room and takes it, less `leave_bytes`, as credit, until pages are backed from it, the
+    /// device refuses one, or the next call. Nobody keeps others from taking that memory meanwhile. Returns
+    /// [`Pool::promised`].
+    pub fn refresh_credit(&self, leave_bytes: u64) -> Result<u32, PoolError> {
+        drop(self.enter()?);
+        let room = self.mapper.room().map_err(|source| PoolError::Driver { source })?;
+        let pages = room.saturating_sub(leave_bytes) / self.page_bytes;
+        let mut state = self.enter()?;
+        state.credit = u32::try_from(pages).unwrap_or(u32::MAX);
+        Ok(state.promised())
+    }
+
+    /// Blocks that an `alloc` can have as far as memory is known: free ones on hand, and those of pages that are
+    /// covered by credit. Makes no system call.
+    pub fn promised(&self) -> Result<u32, PoolError> {
+        Ok(self.enter()?.promised())
+    }
+
+    /// Every free block, by id: on hand or not, set aside or not. Walks all pages: for checks.
+    pub fn free_ids(&self) -> Result<Vec<u32>, PoolError> {
+        Ok(self.enter()?.ledger.free_ids())
     }
 
     /// Backs pages until `n` free blocks are on hand, or as many as memory and pages allow. Returns how many
@@ -394,10 +435,14 @@ impl Pool {
         if let Err(MapFailure::Quarantined { pages, source }) = &outcome {
             tracing::warn!(?pages, error = %source, "pages are lost: backing failed and could not be undone");
         }
-        let state = self.settle(|ledger| match &outcome {
+        let mut state = self.settle(|ledger| match &outcome {
             Ok(()) => ledger.backed(pages),
             Err(failure) => ledger.backing_failed(pages, failure.quarantined()),
         })?;
+        state.credit = match outcome {
+            Ok(()) => state.credit.saturating_sub(pages.len() as u32),
+            Err(_) => 0,
+        };
         if state.shut_down {
             return Err(PoolError::Shutdown); // `shutdown` waits for this and unmaps the pages
         }

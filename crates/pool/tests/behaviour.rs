@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use fake::{Call, Fake, Fault, PAGE_BYTES, check, config, pool, pool_over};
 use kvcached_pool::{
-    BlockError, Layout, MapFailure, Mapper, NoMeter, PageOrder, Pool, PoolConfig, PoolError, UnmapFailure,
+    BlockError, Cause, Layout, MapFailure, Mapper, NoMeter, PageOrder, Pool, PoolConfig, PoolError,
+    UnmapFailure,
 };
 
 #[test]
@@ -49,6 +50,41 @@ fn shortage_of_memory_changes_nothing() {
     assert_eq!(pool.alloc(7).unwrap().unwrap().len(), 7, "what fits still comes");
     pool.free(&ids).unwrap();
     check(&fake, &pool);
+}
+
+#[test]
+fn what_is_promised_can_be_had() {
+    let (fake, pool) = pool(config(42)); // ten pages of four, and one of two
+    assert_eq!(pool.promised().unwrap(), 0, "nobody has asked the device yet");
+    fake.set_budget(3);
+    assert_eq!(pool.refresh_credit(0).unwrap(), 10, "three pages, one of which may be the short one");
+    assert_eq!(pool.refresh_credit(PAGE_BYTES).unwrap(), 6);
+    assert_eq!(pool.refresh_credit(9 * PAGE_BYTES).unwrap(), 0);
+    pool.refresh_credit(0).unwrap();
+    let ids = pool.alloc(5).unwrap().unwrap();
+    assert_eq!(pool.promised().unwrap(), 5, "three on hand, one page of credit left, less two");
+    assert_eq!(pool.alloc(8).unwrap(), None);
+    assert_eq!(pool.promised().unwrap(), 3, "the device has refused: what is on hand");
+    assert_eq!(fake.calls().iter().filter(|call| **call == Call::Room).count(), 4);
+    fake.set_budget(100);
+    assert_eq!(pool.refresh_credit(0).unwrap(), 37, "all there is");
+    pool.free(&ids).unwrap();
+    fake.fail_at(0, Fault::Refused);
+    assert!(matches!(pool.refresh_credit(0), Err(PoolError::Driver { .. })));
+    check(&fake, &pool);
+}
+
+#[test]
+fn free_ids_are_those_that_nobody_holds() {
+    let (_fake, pool) = pool(config(6));
+    assert_eq!(pool.free_ids().unwrap(), [0, 1, 2, 3, 5, 6]);
+    pool.alloc(5).unwrap().unwrap();
+    assert!(pool.try_to_reserve(1).unwrap());
+    assert_eq!(pool.free_ids().unwrap().len(), 1, "set aside is not held");
+    pool.free(&[2, 5]).unwrap();
+    let mut ids = pool.free_ids().unwrap();
+    ids.sort_unstable();
+    assert_eq!(ids, [2, 5, 6]);
 }
 
 #[test]
@@ -354,8 +390,11 @@ impl Mapper for Liar {
     fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
         Ok(())
     }
-    fn synchronise(&self) -> Result<(), kvcached_pool::Cause> {
+    fn synchronise(&self) -> Result<(), Cause> {
         Ok(())
+    }
+    fn room(&self) -> Result<u64, Cause> {
+        Ok(0)
     }
     fn page_bytes(&self) -> u64 {
         PAGE_BYTES

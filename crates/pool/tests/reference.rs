@@ -18,6 +18,7 @@ enum Op {
     FreeRaw(Vec<u32>),
     Claim(Vec<u32>),
     Demand(u32),
+    Promise(u64),
     SetAside(u32),
     FreeReserved,
     Begin,
@@ -35,6 +36,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => prop::collection::vec(0u32..60, 1..4).prop_map(Op::FreeRaw),
         2 => prop::collection::vec(0u32..60, 1..4).prop_map(Op::Claim),
         3 => (0u32..30).prop_map(Op::Demand),
+        2 => (0u64..4).prop_map(Op::Promise),
         1 => (0u32..6).prop_map(Op::SetAside),
         1 => Just(Op::FreeReserved),
         3 => Just(Op::Begin),
@@ -123,6 +125,18 @@ fn run(config: PoolConfig, ops: Vec<Op>) -> Result<(), TestCaseError> {
                 }
                 Err(error) => prop_assert!(matches!(error, PoolError::Quarantined { .. }), "{}", error),
             },
+            Op::Promise(leave) => {
+                if let Ok(promised) = pool.refresh_credit(leave * PAGE_BYTES) {
+                    fake.heal();
+                    prop_assert_eq!(pool.promised().unwrap(), promised);
+                    prop_assert!(promised >= before.backed_blocks && promised <= before.available_blocks);
+                    let ids = pool.alloc(promised).unwrap();
+                    prop_assert!(ids.is_some(), "{} blocks were promised", promised);
+                    for id in ids.unwrap() {
+                        prop_assert!(held.insert(id), "{} is held twice", id);
+                    }
+                }
+            }
             Op::SetAside(n) => match pool.try_to_reserve(n) {
                 Ok(true) => {
                     let after = pool.stats().unwrap();
@@ -161,6 +175,12 @@ fn run(config: PoolConfig, ops: Vec<Op>) -> Result<(), TestCaseError> {
         }
         check(&fake, &pool);
         prop_assert_eq!(pool.stats().unwrap().held_blocks as usize, held.len());
+        let lost = pool.stats().unwrap().usage.quarantined_bytes;
+        let free: BTreeSet<u32> = pool.free_ids().unwrap().into_iter().collect();
+        prop_assert!(free.is_disjoint(&held));
+        if lost == 0 {
+            prop_assert_eq!(free.len() + held.len(), config.layout.num_blocks as usize);
+        }
         let ids: Vec<u32> = held.iter().copied().collect();
         let mapped = fake.mapped();
         prop_assert!(pool.pages_of(&ids).unwrap().iter().all(|page| mapped.contains(page)));

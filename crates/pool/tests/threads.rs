@@ -112,6 +112,9 @@ impl Mapper for Gate {
     fn synchronise(&self) -> Result<(), Cause> {
         Ok(())
     }
+    fn room(&self) -> Result<u64, Cause> {
+        Ok(0)
+    }
     fn page_bytes(&self) -> u64 {
         PAGE_BYTES
     }

@@ -133,6 +133,19 @@ impl Pool {
         self.inner.available().map_err(|e| e.raise(py))
     }
 
+    fn promised_size(&self, py: Python<'_>) -> PyResult<u32> {
+        self.inner.promised().map_err(|e| e.raise(py))
+    }
+
+    #[pyo3(signature = (leave_bytes = 0))]
+    fn refresh_credit(&self, py: Python<'_>, leave_bytes: u64) -> PyResult<u32> {
+        self.run(py, |pool| pool.refresh_credit(leave_bytes))
+    }
+
+    fn free_ids(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        self.run(py, Inner::free_ids)
+    }
+
     fn backed_size(&self, py: Python<'_>) -> PyResult<u32> {
         self.inner.backed().map_err(|e| e.raise(py))
     }

@@ -26,6 +26,7 @@ pub enum Call {
     Map(Vec<u32>),
     Unmap(Vec<u32>),
     Synchronise,
+    Room,
 }
 
 #[derive(Default)]
@@ -160,6 +161,14 @@ impl Mapper for Fake {
     fn synchronise(&self) -> Result<(), Cause> {
         let (_inner, fault) = self.begin(Call::Synchronise);
         fault.map_or(Ok(()), |_| Err("device is gone".into()))
+    }
+
+    fn room(&self) -> Result<u64, Cause> {
+        let (inner, fault) = self.begin(Call::Room);
+        let taken = inner.mapped.len() + inner.lost.len();
+        let pages = inner.budget_pages.map_or(1 << 20, |budget| budget.saturating_sub(taken));
+        // Half a page more: nobody can be given that.
+        fault.map_or(Ok(pages as u64 * PAGE_BYTES + PAGE_BYTES / 2), |_| Err("device is gone".into()))
     }
 
     fn page_bytes(&self) -> u64 {
