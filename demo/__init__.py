@@ -1,1 +1,1 @@
-"""A real vLLM on the same requests, natively and on kvcached: `python -m demo --help`."""
+"""A real engine on the same requests, natively and on kvcached: `python -m demo --help`."""

@@ -1,4 +1,4 @@
-"""The main job as a command: one vLLM natively, then on kvcached, the same requests."""
+"""The main job as a command: one engine natively, then on kvcached, the same requests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from demo import report
 from demo.engine import Job, dtype_of
+from demo.engines import ENGINES
 from demo.model import SHAPES
 from demo.run import Run, RunError, run
 
@@ -25,6 +26,7 @@ def positive(text: str) -> int:
 def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="which engine (default vllm)")
     parser.add_argument("--model-size", choices=SHAPES, help="default: tiny on a CPU, 1b on a GPU")
     parser.add_argument(
         "--bursts", type=positive, default=3, help="from the third on they repeat (default 3)"
@@ -52,15 +54,24 @@ def main() -> int:
     settings = {"off": [False], "on": [True], "both": [False, True]}[chosen.prefix_caching]
     chosen.out.mkdir(parents=True, exist_ok=True)
     print(
-        f"A {size} Llama with random weights on a {'GPU' if where == 'cuda' else where.upper()}: "
-        f"{chosen.bursts} bursts of {requests} requests, {chosen.pause:g} s apart."
+        f"{ENGINES[chosen.engine].title} on a {'GPU' if where == 'cuda' else 'CPU'}, a {size} Llama with "
+        f"random weights: {chosen.bursts} bursts of {requests} requests, {chosen.pause:g} s apart."
     )
 
     def story(caching: bool, elastic: bool, note: str = "") -> Run:
-        name = "kvcached" if elastic else "native"
-        print(f"  {name}, prefix caching {'on' if caching else 'off'}{note}", flush=True)
-        job = Job(str(folder), size, where, caching, chosen.bursts, requests, chosen.pause)
-        return run(job, elastic=elastic, log=chosen.out / f"{name}-{'on' if caching else 'off'}.log")
+        name, setting = "kvcached" if elastic else "native", "on" if caching else "off"
+        print(f"  {name}, prefix caching {setting}{note}", flush=True)
+        job = Job(
+            engine=chosen.engine,
+            model_folder=str(folder),
+            model_size=size,
+            device=where,
+            prefix_caching=caching,
+            bursts=chosen.bursts,
+            requests=requests,
+            pause_s=chosen.pause,
+        )
+        return run(job, elastic=elastic, log=chosen.out / f"{chosen.engine}-{name}-{setting}.log")
 
     pairs, again = [], []
     try:
@@ -77,7 +88,7 @@ def main() -> int:
         print("interrupted", file=sys.stderr)
         return 130
 
-    plot = chosen.out / "kv-memory.png"
+    plot, facts = chosen.out / f"kv-memory-{chosen.engine}.png", chosen.out / f"demo-{chosen.engine}.json"
     report.plot(pairs, plot)
     results = {
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -86,8 +97,8 @@ def main() -> int:
         "tokens_identical": not any(report.differing(*pair) for pair in pairs),
         "runs": [report.record(one) for pair in pairs for one in pair],
     }
-    (chosen.out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\n{report.table(pairs)}\n\nwritten: {chosen.out / 'demo.json'}, {plot}")
+    facts.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\n{report.table(pairs)}\n\nwritten: {facts}, {plot}")
     return judge(pairs, again)
 
 

@@ -1,4 +1,4 @@
-"""A Llama with random weights, written to a folder that vLLM loads without a network.
+"""A Llama with random weights, written to a folder that engines load without a network.
 
 The engines' own dummy weights prove nothing about a KV cache: they are so small that the output hardly
 depends on what the cache holds. These are wide enough that every token depends on its whole prefix.
@@ -31,6 +31,12 @@ SHAPES = {
     "1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=32000),
     "8b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000),
 }
+
+
+def kv_bytes_per_token(size: str, dtype: str) -> int:
+    """Bytes of one token's K and V in all layers; `size` is a key of `SHAPES`."""
+    shape = SHAPES[size]
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * {"float32": 4, "bfloat16": 2}[dtype]
 
 
 def write(

@@ -1,4 +1,4 @@
-"""What the runs showed: a table, demo.json and a plot of KV memory over time."""
+"""What the runs showed: a table, a JSON file and a plot of KV memory over time."""
 
 from __future__ import annotations
 
@@ -89,10 +89,11 @@ def digest(burst: Burst) -> str:
 
 
 def record(run: Run) -> dict[str, Any]:
-    """One run for demo.json; sizes in bytes, times in seconds since the first burst began."""
+    """One run for the JSON file; sizes in bytes, times in seconds since the first burst began."""
     return {
         "engine": run.engine,
-        "vllm": run.vllm,
+        "version": run.version,
+        "memory": run.memory,
         "prefix_caching": run.prefix_caching,
         "start_s": round(run.start_s, 2),
         "output_tokens_per_s": round(run.tokens_per_s, 1),
@@ -131,7 +132,7 @@ def plot(pairs: list[tuple[Run, Run]], path: Path) -> None:
     for axes, (native, elastic) in zip(panels[:, 0], pairs, strict=True):
         _panel(axes, native, elastic)
     panels[-1, 0].set_xlabel("seconds since the first request")
-    figure.suptitle(f"KV cache memory of vLLM {pairs[0][0].vllm}, the same requests in bursts")
+    figure.suptitle(f"KV cache memory of {pairs[0][0].title}, the same requests in bursts")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)

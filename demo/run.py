@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any
 
+from demo.engines import ENGINES
 from demo.sampler import MARK
 
 if TYPE_CHECKING:
@@ -23,14 +24,11 @@ if TYPE_CHECKING:
 START_LIMIT_S = 900
 STEP_LIMIT_S = 600
 TICK_S = 5
-ENGINE_ENVIRONMENT = {
-    # The scheduler in this process: its batches, and so the roundings on a GPU, repeat from run to run.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+END_LIMIT_S = 60
+# Of every engine; each has more (`demo.engine.Engine.environment`).
+ENVIRONMENT = {
     # Threads that wait for each other by spinning cost more than they give, for a model this small.
     "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -79,16 +77,23 @@ class Burst:
 class Run:
     """One engine's story. Times are seconds since its first burst began."""
 
+    engine: str  # a key of `demo.engines.ENGINES`
     elastic: bool
     prefix_caching: bool
-    vllm: str = ""
+    version: str = ""
     start_s: float = 0.0
     bursts: list[Burst] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     rest_bytes: int = 0
 
     @property
-    def engine(self) -> str:
+    def title(self) -> str:
+        """The engine's name and version."""
+        return f"{ENGINES[self.engine].title} {self.version}"
+
+    @property
+    def memory(self) -> str:
+        """Whose memory is under its KV cache."""
         return "kvcached" if self.elastic else "native"
 
     @property
@@ -152,6 +157,13 @@ class Sampler:
         self._thread.join(timeout=5)
 
 
+def environment_of(job: Job) -> dict[str, str]:
+    """This process's environment without kvcached, with what the engine needs where the user has not set it."""
+    ours = ("KVCACHED_", "ENABLE_KVCACHED")
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    return ENVIRONMENT | ENGINES[job.engine].environment(job.device) | inherited
+
+
 def run(job: Job, *, elastic: bool, log: Path) -> Run:
     """Start an engine, run the job, return its story; prints progress.
 
@@ -159,18 +171,16 @@ def run(job: Job, *, elastic: bool, log: Path) -> Run:
         elastic: with `ENABLE_KVCACHED=true`, else without. log: where the engine's own output goes.
     """
     name = f"demo-{os.getpid()}"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVCACHED_", "ENABLE_KVCACHED"))}
-    for key, value in ENGINE_ENVIRONMENT.items():
-        environment.setdefault(key, value)
+    environment = environment_of(job)
     sampler_environment = dict(environment)
     if elastic:
         environment |= {"ENABLE_KVCACHED": "true", "KVCACHED_IPC_NAME": name}
-    story = Run(elastic=elastic, prefix_caching=job.prefix_caching)
+    story = Run(job.engine, elastic, job.prefix_caching)
     read_fd, write_fd = os.pipe()
     with log.open("w") as output, os.fdopen(read_fd) as events:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "demo.engine", job.to_json(), str(write_fd)],
+                [sys.executable, "-m", "demo.worker", job.to_json(), str(write_fd)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -185,10 +195,18 @@ def run(job: Job, *, elastic: bool, log: Path) -> Run:
             process.kill()
             raise
         finally:
-            process.wait()
+            _wait(process)
             if sampler:
                 sampler.stop()
     return story
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(timeout=END_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _events(pipe: IO[str], process: subprocess.Popen[bytes], log: Path) -> Iterator[dict[str, Any]]:
@@ -229,9 +247,9 @@ def _follow(story: Run, events: Iterator[dict[str, Any]], sampler: Sampler | Non
     for event in events:
         kind, moment = event["event"], event["time"]
         if kind == "started":
-            story.vllm, story.start_s = event["vllm"], moment - launched
+            story.version, story.start_s = event["version"], moment - launched
             constant = event["kv_cache_bytes"]
-            print(f"    vLLM {story.vllm} started in {story.start_s:.0f} s", flush=True)
+            print(f"    {story.title} started in {story.start_s:.0f} s", flush=True)
         elif kind == "rest":
             rest_s = moment
             story.rest_bytes = sampler.at(moment).mapped if sampler else constant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 FIRST_TOKEN, LAST_TOKEN = 3, 1000  # every model of demo/model.py has these, and they are not special
 
@@ -39,16 +39,3 @@ def bursts(count: int, requests: int, *, max_prompt: int, max_output: int) -> li
     return [
         burst(1 + index % 2, requests, max_prompt=max_prompt, max_output=max_output) for index in range(count)
     ]
-
-
-def generate(llm: Any, requests: list[Request]) -> list[list[int]]:
-    """Run the requests as one batch on a `vllm.LLM`, greedily; returns the output tokens of each."""
-    from vllm import SamplingParams
-
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False)
-        for request in requests
-    ]
-    prompts = [{"prompt_token_ids": request.prompt} for request in requests]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -14,7 +14,7 @@ MIB = 1 << 20
 def story(*, elastic: bool, tokens: list[list[int]]) -> Run:
     burst = Burst(0.0, 2.0, tokens, peak_bytes=300 * MIB, after_pause_bytes=80 * MIB)
     samples = [Sample(0.0, 200 * MIB, 100 * MIB, 2048 * MIB)]
-    return Run(elastic=elastic, prefix_caching=False, bursts=[burst], samples=samples, rest_bytes=16 * MIB)
+    return Run("vllm", elastic, prefix_caching=False, bursts=[burst], samples=samples, rest_bytes=16 * MIB)
 
 
 @pytest.fixture
