@@ -54,17 +54,30 @@ class Engine(Protocol):
         """End its processes."""
 
 
-def used_mib() -> int:
-    """Memory in use on GPU 0 by all its users; 0 without one. Asks NVML: a CUDA context of our own would count."""
+class DeviceMemory(NamedTuple):
+    """GPU 0, all its users."""
+
+    used_mib: int
+    total_mib: int
+
+
+def device_memory() -> DeviceMemory:
+    """Zeros without a GPU. Asks NVML: a CUDA context of our own would count."""
     try:
         import pynvml
     except ImportError:
-        return 0
+        return DeviceMemory(0, 0)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return 0
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used) >> 20
+        return DeviceMemory(0, 0)
+    found = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0))
+    return DeviceMemory(int(found.used) >> 20, int(found.total) >> 20)
+
+
+def used_mib() -> int:
+    """Memory in use on the device."""
+    return device_memory().used_mib
 
 
 class PeakMemory(threading.Thread):
@@ -111,9 +124,10 @@ def digest(tokens: Tokens) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
-def dtype_of(device: str) -> str:
-    """float32 on a CPU, where tokens must be exactly equal across engines too."""
-    return "float32" if device == "cpu" else "bfloat16"
+def model_folder(size: str, device: str = "cuda", *, weights: bool = True) -> str:
+    """The model, written by the first who asks; float32 on a CPU, where tokens must be equal across engines too."""
+    folder = f"{tempfile.gettempdir()}/kvcached-model-{size}-{device}{'' if weights else '-dummy'}"
+    return str(models.write(folder, size, "float32" if device == "cpu" else "bfloat16", weights=weights))
 
 
 def kv_bytes_per_token(size: str, device: str) -> int:
@@ -159,17 +173,16 @@ def parse(
 
 def drive(args: argparse.Namespace, start: Callable[[argparse.Namespace, str], Engine]) -> None:
     """Start the engine on the model's folder and run the passes."""
-    folder = f"{tempfile.gettempdir()}/kvcached-model-{args.size}-{args.device}{'-dummy' * args.dummy}"
-    model = models.write(folder, args.size, dtype_of(args.device), weights=not args.dummy)
+    model = model_folder(args.size, args.device, weights=not args.dummy)
     base_mib = used_mib()
 
     def say(event: str, **values: Any) -> None:
-        row = {"label": args.label, "event": event, **values}
-        row |= {"used_mib": used_mib() - base_mib, "kv": kv_state(), "time": round(time.monotonic(), 3)}
+        row = {"label": args.label, "event": event, "time": round(time.monotonic(), 3), **values}
+        row |= {"used_mib": used_mib() - base_mib, "kv": kv_state()}
         print("RESULT " + json.dumps(row), flush=True)
 
     begin = time.perf_counter()
-    engine = start(args, str(model))
+    engine = start(args, model)
     say("start", seconds=round(time.perf_counter() - begin, 1), **engine.facts())
     requests = prompts(1, args.requests, args.input_tokens)
     engine.generate(prompts(2, WARM_REQUESTS, args.input_tokens), args.output_tokens)

@@ -25,10 +25,11 @@ class Shape(NamedTuple):
     vocab: int
 
 
-# tiny: little to compute, but 32 KiB of KV cache a token, as much as 1b has.
+# tiny: little to compute, but 32 KiB of KV cache a token, as much as 1b has. 1b-mha: 128 KiB a token, as 8b has.
 SHAPES = {
     "tiny": Shape(hidden=256, layers=4, heads=8, kv_heads=8, head_dim=128, ffn=512, vocab=1024),
     "1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=32000),
+    "1b-mha": Shape(hidden=2048, layers=16, heads=32, kv_heads=32, head_dim=64, ffn=8192, vocab=32000),
     "8b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000),
 }
 
