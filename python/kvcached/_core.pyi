@@ -173,6 +173,8 @@ class Pool:
         """Blocks that an `alloc` can have as far as memory is known: free ones in backed pages and those of pages covered by
         credit. Makes no system call.
         """
+    def held_size(self) -> int:
+        """Blocks that somebody holds, the null block among them."""
     def free_ids(self) -> list[int]:
         """Every free block of the pool, backed or not. Walks all pages: for checks."""
     def backed_size(self) -> int:

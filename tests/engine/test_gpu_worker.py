@@ -10,9 +10,10 @@ import pytest
 
 from kvcached import _core
 from kvcached.config import Settings
+from kvcached.integration.memory import Agreement, EngineMemory
+from kvcached.integration.own_use import OwnUse
 from kvcached.integration.vllm import capacity, warmup
-from kvcached.integration.vllm.memory import EngineMemory
-from kvcached.integration.vllm.refusals import Agreement
+from tests.devices import Device
 
 GIB = 1 << 30
 BLOCK = 8192
@@ -60,8 +61,8 @@ class TestWarmUp:
             # Really write every row of every layer that the batch names.
             ids = [i for r in scheduler_output.scheduled_new_reqs for i in r.block_ids[0]]
             ids += [i for g in scheduler_output.scheduled_cached_reqs.new_block_ids if g for i in g[0]]
-            for layer in memory.agreement.layers:
-                rows = memory.tensor(layer).view(-1, BLOCK)
+            for layer in memory.agreement.buffers:
+                rows = memory.tensors()[layer].view(-1, BLOCK)
                 for i in ids:
                     rows[i].fill_(1)
             seen.append(set(memory.ftensor.mapped_pages()))
@@ -83,7 +84,7 @@ class TestWarmUp:
         assert runner.kv_cache_config.num_blocks == memory.ftensor.id_space
 
     def test_pages_of_a_pool_are_not_taken_from_it(self, memory, runner, monkeypatch):
-        monkeypatch.setattr("kvcached.integration.vllm.memory.process_record", lambda engine, device: None)
+        monkeypatch.setattr("kvcached.integration.memory.process_record", lambda engine, device: None)
         pool = memory.open_pool()
         held = pool.alloc(40)
         mapped = memory.ftensor.mapped_pages()
@@ -103,58 +104,6 @@ class TestWarmUp:
 
         runner = SimpleNamespace(kv_cache_config=SimpleNamespace(num_blocks=5))
         assert warm_up(runner, len) is len
-
-
-class Device:
-    """A GPU of 140 GiB with a neighbour; counts as the driver and torch would."""
-
-    def __init__(self, *, neighbour: int, context: int = GIB // 2, nvml: bool) -> None:
-        self.total, self.neighbour, self.context, self.nvml = 140 * GIB, neighbour, context, nvml
-        self.reserved = 0
-
-    def own_use(self) -> capacity.OwnUse:
-        return capacity.OwnUse(
-            reserved=lambda: self.reserved,
-            device_info=lambda: (self.total - self.neighbour - self.context - self.reserved, self.total),
-            by_process=lambda: self.context + self.reserved if self.nvml else None,
-        )
-
-
-@pytest.mark.parametrize("nvml", [True, False])
-class TestOwnUse:
-    def test_growth_is_this_process_alone(self, nvml):
-        device = Device(neighbour=60 * GIB, nvml=nvml)
-        own = device.own_use()
-        start, total = own.info()
-        assert total == 140 * GIB
-        assert start >= 139 * GIB, "the neighbour's memory counts as free"
-        device.reserved = 16 * GIB
-        device.context += GIB // 4
-        assert start - own.info()[0] == 16 * GIB + GIB // 4
-
-    @pytest.mark.parametrize("change", [-50, 30])
-    def test_neighbours_come_and_go(self, nvml, change):
-        device = Device(neighbour=60 * GIB, nvml=nvml)
-        own = device.own_use()
-        start = own.info()[0]
-        device.neighbour += change * GIB
-        device.reserved = 16 * GIB
-        grown = start - own.info()[0]
-        assert 16 * GIB <= grown <= 16 * GIB + (0 if nvml else capacity.MAX_REST_BYTES)
-
-    def test_never_negative(self, nvml):
-        device = Device(neighbour=60 * GIB, nvml=nvml)
-        own = device.own_use()
-        device.neighbour = 0
-        assert own.bytes() >= 0
-
-
-def test_nvml_of_another_process_id_namespace_is_not_believed():
-    """A process id that is ours only by accident."""
-    own = capacity.OwnUse(
-        reserved=lambda: 20 * GIB, device_info=lambda: (100 * GIB, 140 * GIB), by_process=lambda: 3 * GIB
-    )
-    assert own.bytes() == 20 * GIB
 
 
 def snapshot(device: Device) -> SimpleNamespace:
@@ -181,7 +130,7 @@ class TestBudget:
     @pytest.fixture
     def device(self, monkeypatch):
         device = Device(neighbour=100 * GIB, nvml=False)
-        monkeypatch.setattr(capacity, "_own_use", lambda _: device.own_use())
+        monkeypatch.setattr(OwnUse, "of_device", lambda _: device.own_use())
         return device
 
     @pytest.fixture
@@ -246,8 +195,8 @@ class TestMemoryAndConfigs:
 
     def test_tensors_are_one_storage_a_layer(self, memory):
         pointers = set()
-        for layer in memory.agreement.layers:
-            tensor = memory.tensor(layer)
+        for layer in memory.agreement.buffers:
+            tensor = memory.tensors()[layer]
             size = tensor.untyped_storage().nbytes()
             assert (size, tensor.dim(), tensor.storage_offset()) == (memory.ftensor.id_space * BLOCK, 1, 0)
             pointers.add(tensor.data_ptr())
@@ -257,4 +206,4 @@ class TestMemoryAndConfigs:
         memory.close()
         memory.close()
         with pytest.raises(_core.StateConsistencyError, match="closed"):
-            memory.tensor("a")
+            memory.tensors()

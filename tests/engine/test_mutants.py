@@ -7,24 +7,22 @@ import ctypes
 import torch
 from conftest import BATCHES
 
-from kvcached.integration.vllm.memory import EngineMemory
+from kvcached.integration.memory import EngineMemory
 
 
 def test_a_layer_shifted_by_one_block(elastic, native_outcome, monkeypatch):
-    tensor = EngineMemory.tensor
+    tensors = EngineMemory.tensors
 
-    def shifted(self: EngineMemory, layer: str) -> torch.Tensor:
-        index = self.agreement.layers.index(layer)
-        if index != 2:
-            return tensor(self, layer)
-        buffer = self.ftensor.buffers()[index]
+    def shifted(self: EngineMemory) -> dict[str, torch.Tensor]:
+        buffer = self.ftensor.buffers()[2]
         start = buffer.ptr - self.agreement.block_bytes
         memory = (ctypes.c_char * buffer.nbytes).from_address(start)
         memory._owner = buffer
-        return torch.frombuffer(memory, dtype=torch.int8)
+        name = self.agreement.buffers[2]
+        return tensors(self) | {name: torch.frombuffer(memory, dtype=torch.int8)}
 
     expected = native_outcome(enable_prefix_caching=True)
-    monkeypatch.setattr(EngineMemory, "tensor", shifted)
+    monkeypatch.setattr(EngineMemory, "tensors", shifted)
     engine = elastic(enable_prefix_caching=True)
     assert engine.run().tokens != expected.tokens
 

@@ -94,7 +94,7 @@ def test_snapshot_and_shutdown(elastic):
     engine.generate([prompt(1, 40)], max_tokens=4)
     (snapshot,) = interfaces.observability_snapshot()
     assert snapshot["engine"].startswith("vllm 0.")
-    assert (snapshot["device"], snapshot["num_layers"]) == ("cpu", engine.pool.geometry.num_buffers)
+    assert (snapshot["device"], snapshot["num_buffers"]) == ("cpu", engine.pool.geometry.num_buffers)
     assert snapshot["held_blocks"] == 1
     ftensor = engine.pool.ftensor
     interfaces.shutdown_kvcached()

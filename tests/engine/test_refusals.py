@@ -13,8 +13,8 @@ from conftest import ELASTIC, Engine, plugin_installed, prompt, settings
 from kvcached import _core
 from kvcached.errors import GeometryError, KVCachedConfigError
 from kvcached.integration.patching import SeamError
+from kvcached.integration.refusal import UnsupportedConfiguration
 from kvcached.integration.vllm import plugin, seams
-from kvcached.integration.vllm.refusals import UnsupportedConfiguration
 
 
 @pytest.fixture(autouse=True)

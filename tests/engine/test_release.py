@@ -11,8 +11,8 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 
 from kvcached import _core
+from kvcached.integration.memory import EngineMemory
 from kvcached.integration.vllm import block_pool, release
-from kvcached.integration.vllm.memory import EngineMemory
 
 GEOMETRY = _core.Geometry.solve(2, 8192, 4096, page_bytes=2 * 8192 * 4, tokens_per_block=16)
 

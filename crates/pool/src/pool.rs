@@ -216,6 +216,11 @@ impl Pool {
         Ok(self.enter()?.promised())
     }
 
+    /// Blocks that somebody holds, the null block among them.
+    pub fn held(&self) -> Result<u32, PoolError> {
+        Ok(self.enter()?.ledger.held_blocks())
+    }
+
     /// Every free block, by id: on hand or not, set aside or not. Walks all pages: for checks.
     pub fn free_ids(&self) -> Result<Vec<u32>, PoolError> {
         Ok(self.enter()?.ledger.free_ids())

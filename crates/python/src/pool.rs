@@ -137,6 +137,10 @@ impl Pool {
         self.inner.promised().map_err(|e| e.raise(py))
     }
 
+    fn held_size(&self, py: Python<'_>) -> PyResult<u32> {
+        self.inner.held().map_err(|e| e.raise(py))
+    }
+
     #[pyo3(signature = (leave_bytes = 0))]
     fn refresh_credit(&self, py: Python<'_>, leave_bytes: u64) -> PyResult<u32> {
         self.run(py, |pool| pool.refresh_credit(leave_bytes))

@@ -19,6 +19,7 @@ from kvcached.errors import KVCachedConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import EllipsisType
 
 __all__ = ["PatchSet", "Seam", "SeamError", "Versions"]
 
@@ -59,7 +60,7 @@ class Seam:
     Args:
         target: "module:Qualified.name" of a function, or of a method that its class itself defines.
         make: given the original, returns the replacement. None: verified, and left as it is.
-        parameters: names of the original's parameters, in order.
+        parameters: names of the original's parameters, in order; `...` at the end: and any others.
         versions: engine versions that the replacement was written for.
         why: shown when the set is described.
         also_rebind: replace it as well in every module that imported it by name.
@@ -67,7 +68,7 @@ class Seam:
 
     target: str
     make: Callable[[Any], Any] | None
-    parameters: tuple[str, ...]
+    parameters: tuple[str | EllipsisType, ...]
     versions: Versions
     why: str
     also_rebind: bool = False
@@ -79,6 +80,13 @@ class Seam:
     @property
     def path(self) -> list[str]:
         return self.target.partition(":")[2].split(".")
+
+    def fits(self, found: tuple[str, ...]) -> bool:
+        """Whether a function with these parameters is the one that was declared."""
+        if self.parameters[-1:] == (...,):
+            declared = self.parameters[:-1]
+            return found[: len(declared)] == declared
+        return found == self.parameters
 
 
 @dataclass(frozen=True)
@@ -195,8 +203,8 @@ class PatchSet:
         if hasattr(original, _MARK):
             raise SeamError(f"seam {seam.target}: already replaced by another patch set")
         found = tuple(inspect.signature(original).parameters)
-        if found != seam.parameters:
-            declared = ", ".join(seam.parameters)
+        if not seam.fits(found):
+            declared = ", ".join("..." if name is ... else name for name in seam.parameters)
             raise SeamError(
                 f"seam {seam.target}: expected parameters ({declared}), found ({', '.join(found)})"
             )

@@ -13,10 +13,16 @@ import functools
 from typing import Any
 
 from kvcached.errors import KVCachedError
+from kvcached.integration.memory import EngineMemory
 from kvcached.integration.vllm import native, refusals
-from kvcached.integration.vllm.memory import EngineMemory
 
-__all__ = ["kv_cache_views", "raw_tensors_v1", "raw_tensors_v2", "worker_sees_id_space"]
+__all__ = [
+    "closed_with_executor",
+    "kv_cache_views",
+    "raw_tensors_v1",
+    "raw_tensors_v2",
+    "worker_sees_id_space",
+]
 
 
 def worker_sees_id_space(original: Any) -> Any:
@@ -69,7 +75,7 @@ def raw_tensors_v1(original: Any) -> Any:
         memory = EngineMemory.of(kv_cache_config)
         if memory is None:  # profiling allocates a small cache of its own
             return original(self, kv_cache_config)
-        return _raw_tensors(memory)
+        return memory.tensors()
 
     return _allocate_kv_cache_tensors
 
@@ -82,14 +88,9 @@ def raw_tensors_v2(original: Any) -> Any:
         memory = EngineMemory.of(kv_cache_config)
         if memory is None:
             return original(kv_cache_config, shared_layers, device)
-        return _raw_tensors(memory)
+        return memory.tensors()
 
     return _allocate_kv_cache
-
-
-def _raw_tensors(memory: EngineMemory) -> dict[str, Any]:
-    assert memory.agreement is not None
-    return {layer: memory.tensor(layer) for layer in memory.agreement.layers}
 
 
 def kv_cache_views(original: Any) -> Any:
@@ -107,11 +108,11 @@ def kv_cache_views(original: Any) -> Any:
         from vllm.v1.kv_cache_interface import create_kv_cache_views
 
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        views = {}
+        views, raw = {}, memory.tensors()
         for tensor in kv_cache_config.kv_cache_tensors:
             (layer,) = tensor.layers
             (views[layer],) = create_kv_cache_views(
-                memory.tensor(layer),
+                raw[layer],
                 spec,
                 kv_cache_config.num_blocks,
                 layout,
@@ -121,3 +122,20 @@ def kv_cache_views(original: Any) -> Any:
         return views
 
     return allocate_kv_cache
+
+
+def closed_with_executor(original: Any) -> Any:
+    """Replacement of `UniProcExecutor.shutdown`: the worker has stopped, nothing reads the KV cache any
+    more.
+    """
+
+    @functools.wraps(original)
+    def shutdown(self: Any) -> Any:
+        try:
+            return original(self)
+        finally:
+            memory = EngineMemory.of(self.cache_config)
+            if memory is not None:
+                memory.close()
+
+    return shutdown

@@ -20,7 +20,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from kvcached.errors import KVCachePoolExhausted, StateConsistencyError
-from kvcached.integration.vllm.memory import EngineMemory
+from kvcached.integration.memory import EngineMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

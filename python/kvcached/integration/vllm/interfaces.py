@@ -1,38 +1,8 @@
-"""For programs that run vLLM in their own process: what its engines hold, and an end to it.
-
-Nothing here has to be called: `ENABLE_KVCACHED=true` is all that an engine needs.
-"""
+"""For programs that run vLLM in their own process."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvcached.integration.vllm.memory import EngineMemory
+from kvcached.integration.interfaces import observability_snapshot, shutdown_kvcached
 from kvcached.integration.vllm.plugin import install
 
 __all__ = ["install", "observability_snapshot", "shutdown_kvcached"]
-
-
-def observability_snapshot() -> list[dict[str, Any]]:
-    """Each elastic engine of this process.
-
-    Returns:
-        "engine" (name and version), "device", "num_layers", and the numbers of `kvcached._core.Pool.stats`: pages by
-        state, blocks, bytes. Engines that have no scheduler yet are left out.
-    """
-    return [
-        {
-            "engine": memory.engine,
-            "device": memory.ftensor.device,
-            "num_layers": memory.ftensor.geometry.num_buffers,
-            **memory.pool.stats(),
-        }
-        for memory in EngineMemory.live()
-        if memory.pool is not None
-    ]
-
-
-def shutdown_kvcached() -> None:
-    """Give back all memory of this process's engines, which must not run any more. Idempotent."""
-    for memory in EngineMemory.live():
-        memory.close()

@@ -7,42 +7,17 @@ out (`agree`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from kvcached.errors import KVCachedConfigError
+from kvcached.integration.memory import Agreement
+from kvcached.integration.refusal import refuse
 
-__all__ = ["Agreement", "UnsupportedConfiguration", "agree", "check_engine", "check_model"]
+__all__ = ["agree", "check_engine", "check_model"]
 
 #: Backends whose attention, store and copy kernels were shown to leave holes alone and to reach the highest
 #: ids.
 PROVEN_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 PROVEN_FLASH_ATTENTION = 3
-
-
-class UnsupportedConfiguration(KVCachedConfigError):  # noqa: N818 (named for what the user reads)
-    """kvcached does not carry this engine; the message names the one thing that stands in the way."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What a KV cache config comes to: one group of full attention layers, each with blocks of one size.
-
-    Args:
-        layers: names, in the order of their buffers.
-        block_bytes: bytes of one block in one layer, K and V together.
-        tokens_per_block: tokens of a block.
-        num_blocks: usable blocks, the null block included.
-    """
-
-    layers: tuple[str, ...]
-    block_bytes: int
-    tokens_per_block: int
-    num_blocks: int
-
-
-def _refuse(what: str, hint: str = "") -> NoReturn:
-    raise UnsupportedConfiguration(f"{what} is not supported yet" + (f"; {hint}" if hint else ""))
 
 
 def check_engine(vllm_config: Any, executor_class: type) -> None:
@@ -58,7 +33,7 @@ def check_engine(vllm_config: Any, executor_class: type) -> None:
 
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
-        _refuse(f"platform {current_platform.device_name}")
+        refuse(f"platform {current_platform.device_name}")
     for what, size in (
         ("tensor parallelism", parallel.tensor_parallel_size),
         ("pipeline parallelism", parallel.pipeline_parallel_size),
@@ -68,30 +43,28 @@ def check_engine(vllm_config: Any, executor_class: type) -> None:
         ("a world", parallel.world_size),
     ):
         if size > 1:
-            _refuse(f"{what} of {size}")
+            refuse(f"{what} of {size}")
     if executor_class is not UniProcExecutor:
-        _refuse(
-            f"executor {executor_class.__name__}", "the executor must be 'uni', one worker in one process"
-        )
+        refuse(f"executor {executor_class.__name__}", "the executor must be 'uni', one worker in one process")
     if vllm_config.speculative_config is not None:
-        _refuse("speculative decoding")
+        refuse("speculative decoding")
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
-        _refuse("a KV connector or KV offloading")
+        refuse("a KV connector or KV offloading")
     if model.enable_sleep_mode or model.enable_cumem_allocator:
-        _refuse("sleep mode or the cumem allocator")
+        refuse("sleep mode or the cumem allocator")
     if model.enable_return_routed_experts:
-        _refuse("enable_return_routed_experts")
+        refuse("enable_return_routed_experts")
     if model.is_encoder_decoder:
-        _refuse("cross attention (an encoder-decoder model)")
+        refuse("cross attention (an encoder-decoder model)")
     if model.use_mla:
-        _refuse("multi-head latent attention (MLA)")
+        refuse("multi-head latent attention (MLA)")
     if model.is_hybrid:
-        _refuse("a hybrid model (Mamba or linear attention)")
+        refuse("a hybrid model (Mamba or linear attention)")
     if getattr(model, "is_diffusion", False):
-        _refuse("a diffusion model")
+        refuse("a diffusion model")
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     if scheduler not in (Scheduler, AsyncScheduler):
-        _refuse(f"scheduler class {scheduler.__name__}")
+        refuse(f"scheduler class {scheduler.__name__}")
 
 
 def check_model(vllm_config: Any, specs: dict[str, Any]) -> None:
@@ -107,37 +80,37 @@ def check_model(vllm_config: Any, specs: dict[str, Any]) -> None:
     layers = vllm_config.compilation_config.static_forward_context
     for name, layer in layers.items():
         if getattr(layer, "kv_sharing_target_layer_name", None):
-            _refuse(f"{name}: a layer that shares the KV cache of another")
+            refuse(f"{name}: a layer that shares the KV cache of another")
     if not specs:
-        _refuse("a model without KV cache")
+        refuse("a model without KV cache")
     for name, spec in specs.items():
         _check_spec(name, spec)
         _check_backend(name, layers[name])
     if len(set(specs.values())) > 1:
-        _refuse("a model whose layers differ in their KV cache (several groups)")
+        refuse("a model whose layers differ in their KV cache (several groups)")
 
 
 def _check_spec(name: str, spec: Any) -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
     if type(spec) is not FullAttentionSpec:
-        _refuse(f"{name}: {type(spec).__name__}", "only full attention is")
+        refuse(f"{name}: {type(spec).__name__}", "only full attention is")
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        _refuse(f"{name}: a sliding window or chunked attention")
+        refuse(f"{name}: a sliding window or chunked attention")
     if spec.page_size_padded is not None:
-        _refuse(f"{name}: padded KV pages")
+        refuse(f"{name}: padded KV pages")
     if spec.kv_quant_mode is not KVQuantMode.NONE:
-        _refuse(f"{name}: KV cache quantisation ({spec.kv_quant_mode.name})")
+        refuse(f"{name}: KV cache quantisation ({spec.kv_quant_mode.name})")
 
 
 def _check_backend(name: str, layer: Any) -> None:
     backend = layer.get_attn_backend().get_name()
     if backend not in PROVEN_BACKENDS:
-        _refuse(f"{name}: attention backend {backend}", f"proven: {', '.join(PROVEN_BACKENDS)}")
+        refuse(f"{name}: attention backend {backend}", f"proven: {', '.join(PROVEN_BACKENDS)}")
     if backend == "FLASH_ATTN":
         version = getattr(layer.impl, "vllm_flash_attn_version", None)
         if version != PROVEN_FLASH_ATTENTION:
-            _refuse(f"{name}: FlashAttention {version}", f"proven: {PROVEN_FLASH_ATTENTION}, or TRITON_ATTN")
+            refuse(f"{name}: FlashAttention {version}", f"proven: {PROVEN_FLASH_ATTENTION}, or TRITON_ATTN")
 
 
 def agree(kv_cache_config: Any) -> Agreement:
@@ -153,7 +126,7 @@ def agree(kv_cache_config: Any) -> Agreement:
     """
     groups, tensors = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
     if len(groups) != 1:
-        _refuse(f"a KV cache of {len(groups)} groups")
+        refuse(f"a KV cache of {len(groups)} groups")
     (group,) = groups
     _check_spec(group.layer_names[0], group.kv_cache_spec)
     block_bytes, num_blocks = group.kv_cache_spec.page_size_bytes, kv_cache_config.num_blocks
@@ -162,7 +135,7 @@ def agree(kv_cache_config: Any) -> Agreement:
     else:
         layers = _layers_by_stride(kv_cache_config)
     if sorted(layers) != sorted(group.layer_names):
-        _refuse("a KV cache whose layers are not each placed once")
+        refuse("a KV cache whose layers are not each placed once")
     return Agreement(tuple(layers), block_bytes, group.kv_cache_spec.block_size, num_blocks)
 
 
@@ -170,9 +143,9 @@ def _layers_by_tensor(tensors: list[Any], nbytes: int) -> list[str]:
     """0.26: `KVCacheTensor(size, shared_by, offset, block_stride)`, one allocation each unless packed."""
     for tensor in tensors:
         if tensor.block_stride > 0:
-            _refuse("a packed KV cache")
+            refuse("a packed KV cache")
         if len(tensor.shared_by) != 1 or tensor.size != nbytes:
-            _refuse("KV cache tensors that layers share")
+            refuse("KV cache tensors that layers share")
     return [tensor.shared_by[0] for tensor in tensors]
 
 
@@ -182,5 +155,5 @@ def _layers_by_stride(kv_cache_config: Any) -> list[str]:
 
     layout = kv_cache_config.kv_cache_layout
     if layout is None or not KVCacheLayout[layout].is_block_compact:
-        _refuse(f"KV cache layout {layout}", "a block must be one run of bytes in each layer")
+        refuse(f"KV cache layout {layout}", "a block must be one run of bytes in each layer")
     return [layer for tensor in kv_cache_config.kv_cache_tensors for layer in tensor.layers]

@@ -13,7 +13,7 @@ import functools
 import time
 from typing import Any
 
-from kvcached.integration.vllm.memory import EngineMemory
+from kvcached.integration.memory import EngineMemory
 
 __all__ = ["begin_step", "end_step"]
 

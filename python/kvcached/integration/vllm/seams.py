@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcached.integration.patching import PatchSet, Seam, SeamError, Versions
-from kvcached.integration.vllm import allocation, block_pool, capacity, memory, release, warmup
+from kvcached.integration.vllm import allocation, block_pool, capacity, release, warmup
 
 __all__ = ["SUPPORTED", "patch_set"]
 
@@ -47,7 +47,7 @@ def _engine(versions: Versions) -> list[Seam]:
         ),
         Seam(
             f"{_EXECUTOR}.uniproc_executor:UniProcExecutor.shutdown",
-            memory.closed_with_executor,
+            allocation.closed_with_executor,
             ("self",),
             versions,
             "the worker is gone: give the memory back",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from kvcached.integration.vllm.memory import EngineMemory
+from kvcached.integration.memory import EngineMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

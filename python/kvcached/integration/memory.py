@@ -1,11 +1,14 @@
-"""One engine's elastic memory: from the KV cache that was agreed to the pool that its scheduler draws from."""
+"""One engine's elastic memory: from the KV cache that was agreed to the pool that its scheduler draws from.
+
+Knows no engine: what an engine laid out reaches it as an `Agreement`.
+"""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcached import _core
@@ -15,10 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvcached.config import Settings
-    from kvcached.integration.vllm.capacity import OwnUse
-    from kvcached.integration.vllm.refusals import Agreement
+    from kvcached.integration.own_use import OwnUse
 
-__all__ = ["EngineMemory", "closed_with_executor"]
+__all__ = ["Agreement", "EngineMemory"]
 
 logger = logging.getLogger("kvcached")
 
@@ -27,12 +29,29 @@ _engine_numbers = itertools.count()  # in one process, whose record has a row fo
 _live: weakref.WeakSet[EngineMemory] = weakref.WeakSet()
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """What an engine's KV cache comes to: one group of buffers, all with blocks of one size.
+
+    Args:
+        buffers: their names in the engine's words, in the order of their chunks in a page.
+        block_bytes: bytes of one block in one buffer.
+        tokens_per_block: tokens of a block.
+        num_blocks: usable blocks, the null block included.
+    """
+
+    buffers: tuple[str, ...]
+    block_bytes: int
+    tokens_per_block: int
+    num_blocks: int
+
+
 class EngineMemory:
     """What one engine has of us. Found again through the configs that it was attached to.
 
-    An engine's objects meet it in this order: the executor (`attach`), the KV cache config (`reserve`), the
-    worker (`tensor`), warm-up (`back_rows`, `unback`), the scheduler (`open_pool`), the end (`close`).
-    Engines in one process know nothing of each other.
+    An engine's objects meet it in this order: whoever starts the engine (`attach`), the KV cache once it is
+    agreed (`reserve`), the worker (`tensors`), warm-up (`back_rows`, `unback`), the scheduler (`open_pool`),
+    the end (`close`). Engines in one process know nothing of each other.
     """
 
     def __init__(self, settings: Settings, engine: str) -> None:
@@ -96,7 +115,7 @@ class EngineMemory:
         return self._ftensor
 
     def reserve(self, agreement: Agreement, device: str) -> None:
-        """Reserve the addresses of all layers and back page 0, where the null block lies.
+        """Reserve the addresses of all buffers and back page 0, where the null block lies.
 
         Raises:
             GeometryError: no page fits, or ids would pass 2^31.
@@ -106,7 +125,7 @@ class EngineMemory:
         self.close()
         process_record(self.engine, device)  # a name that is taken is refused before anything is allocated
         geometry = _core.Geometry.solve(
-            len(agreement.layers),
+            len(agreement.buffers),
             agreement.block_bytes,
             _core.granularity(device),
             page_bytes=self.settings.page_bytes,
@@ -117,25 +136,25 @@ class EngineMemory:
         self.agreement, self._ftensor = agreement, ftensor
         _live.add(self)
         logger.info(
-            "elastic KV cache on %s: %d layers, %d blocks, %.1f GiB of addresses; %s",
+            "elastic KV cache on %s: %d buffers, %d blocks, %.1f GiB of addresses; %s",
             device,
-            len(agreement.layers),
+            len(agreement.buffers),
             agreement.num_blocks,
             ftensor.virtual_bytes / 2**30,
             geometry.explain(),
         )
 
-    def tensor(self, layer: str) -> Any:
-        """The bytes of a layer: a flat int8 torch tensor of exactly `id_space` blocks, a storage of its
+    def tensors(self) -> dict[str, Any]:
+        """The bytes of each buffer: a flat int8 torch tensor of exactly `id_space` blocks, a storage of its
         own.
         """
         import torch
 
         assert self.agreement is not None
-        return torch.from_dlpack(self.ftensor.buffers()[self.agreement.layers.index(layer)])
+        return dict(zip(self.agreement.buffers, map(torch.from_dlpack, self.ftensor.buffers()), strict=True))
 
     def back_rows(self, ids: Iterable[int]) -> list[int]:
-        """Back the pages behind these rows of every layer; returns those that were not backed before."""
+        """Back the pages behind these rows of every buffer; returns those that were not backed before."""
         ftensor = self.ftensor
         pages = {page for row in set(ids) for page in ftensor.geometry.pages_of_row(row)}
         return ftensor.map(sorted(page for page in pages if page < ftensor.num_pages))
@@ -171,20 +190,3 @@ class EngineMemory:
             pool.shutdown()
         else:
             ftensor.unmap(ftensor.mapped_pages())
-
-
-def closed_with_executor(original: Any) -> Any:
-    """Replacement of `UniProcExecutor.shutdown`: the worker has stopped, nothing reads the KV cache any
-    more.
-    """
-
-    @functools.wraps(original)
-    def shutdown(self: Any) -> Any:
-        try:
-            return original(self)
-        finally:
-            memory = EngineMemory.of(self.cache_config)
-            if memory is not None:
-                memory.close()
-
-    return shutdown

@@ -1,0 +1,114 @@
+"""How an engine lets us in: one seam that is put in place when the engine is imported, and the start of everything
+else, where an engine starts.
+
+Plug-in hooks run in every process of an engine, front ends among them. Only where an engine runs is the
+object constructed that the one seam is about, and that before anything that we change exists: there the
+whole set is verified and put in place, or nothing is. Settings are read at that moment too, so that each
+engine of a process has those of its own start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import wrapt
+
+from kvcached.config import Settings
+from kvcached.errors import KVCachedConfigError
+from kvcached.integration.memory import EngineMemory
+from kvcached.integration.patching import PatchSet
+from kvcached.integration.refusal import decline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcached.integration.patching import Seam
+
+__all__ = ["Entry", "start"]
+
+logger = logging.getLogger("kvcached")
+
+
+class Entry:
+    """The one seam of an engine that does not wait for an engine to start.
+
+    Args:
+        engine: "vllm", "sglang".
+        seam: on the constructor of whatever exists only where an engine runs.
+        version: of the engine that is installed.
+    """
+
+    def __init__(self, engine: str, seam: Seam, version: Callable[[], str]) -> None:
+        self.version = version
+        self.patches = PatchSet(engine, [seam])
+        self._module = seam.module
+
+    def register(self) -> None:
+        """`install`, if this environment asks for it. Called any number of times."""
+        if _wanted():
+            self.install()
+
+    def install(self) -> None:
+        """Put the seam in place as soon as its module is imported; now, if it already is."""
+        wrapt.register_post_import_hook(self._put, self._module)
+
+    def _put(self, _module: object) -> None:
+        try:
+            self.patches.verify(self.version())
+            self.patches.apply()
+        except KVCachedConfigError as error:
+            decline(error)
+
+
+def start(
+    engine: str,
+    version: Callable[[], str],
+    patches: Callable[[str], PatchSet],
+    check: Callable[[], None],
+) -> EngineMemory | None:
+    """Everything in place for an engine that is about to start, or None and nothing changed.
+
+    Args:
+        engine: "vllm", "sglang".
+        version: of the engine that is installed.
+        patches: the seams for a version, the same set for every engine of this process.
+        check: raises where the engine's configuration names what we do not carry.
+
+    Raises:
+        KVCachedConfigError: what stands in the way, where the user asked for kvcached or nothing.
+    """
+    try:
+        settings = Settings.from_env()
+        if not settings.enabled:
+            return None
+        _log_from(settings.log_level)
+        found = version()
+        seams = patches(found)
+        seams.verify(found)
+        check()
+        seams.apply()
+    except Exception as error:  # an engine must not die of us, whatever it is
+        decline(error)
+        return None
+    return EngineMemory(settings, f"{engine} {found}")
+
+
+def _wanted() -> bool:
+    try:
+        settings = Settings.from_env()
+    except KVCachedConfigError:
+        # Said where an engine starts, once, and not in every process.
+        return os.environ.get("ENABLE_KVCACHED", "").lower() not in ("", "0", "false", "no", "off")
+    return settings.enabled and settings.autopatch
+
+
+def _log_from(level: str) -> None:
+    logger.setLevel(level.upper())
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(
+            logging.Formatter("%(levelname)s %(asctime)s [kvcached] %(message)s", "%m-%d %H:%M:%S")
+        )
+        logger.addHandler(handler)

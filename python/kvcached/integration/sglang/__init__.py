@@ -1,0 +1,1 @@
+"""SGLang: one file a seam. See docs/ARCHITECTURE.md."""
