@@ -124,16 +124,15 @@ def digest(tokens: Tokens) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
+def dtype_of(device: str) -> str:
+    """float32 on a CPU, where tokens must be equal across engines too."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
 def model_folder(size: str, device: str = "cuda", *, weights: bool = True) -> str:
-    """The model, written by the first who asks; float32 on a CPU, where tokens must be equal across engines too."""
+    """The model, written by the first who asks."""
     folder = f"{tempfile.gettempdir()}/kvcached-model-{size}-{device}{'' if weights else '-dummy'}"
-    return str(models.write(folder, size, "float32" if device == "cpu" else "bfloat16", weights=weights))
-
-
-def kv_bytes_per_token(size: str, device: str) -> int:
-    """K and V of one token in every layer."""
-    shape = models.SHAPES[size]
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * (4 if device == "cpu" else 2)
+    return str(models.write(folder, size, dtype_of(device), weights=weights))
 
 
 def parse(
@@ -180,6 +179,8 @@ def drive(args: argparse.Namespace, start: Callable[[argparse.Namespace, str], E
         row = {"label": args.label, "event": event, "time": round(time.monotonic(), 3), **values}
         row |= {"used_mib": used_mib() - base_mib, "kv": kv_state()}
         print("RESULT " + json.dumps(row), flush=True)
+        if row["kv"] is None and "KVCACHED_IPC_NAME" in os.environ:
+            raise SystemExit("kvctl does not list this engine: it runs natively")
 
     begin = time.perf_counter()
     engine = start(args, model)

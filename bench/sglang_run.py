@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bench import harness
+from demo import model as models
 
 if TYPE_CHECKING:
     import argparse
@@ -52,9 +53,12 @@ class Engine:
             "log_level": "warning",
         }
         if args.kv_gib is not None:
-            tokens = int(args.kv_gib * 2**30) // harness.kv_bytes_per_token(args.size, args.device)
+            token_bytes = models.kv_bytes_per_token(args.size, harness.dtype_of(args.device))
             # Above what the others may take meanwhile: the limit in tokens decides.
-            options |= {"mem_fraction_static": 0.9, "max_total_tokens": tokens}
+            options |= {
+                "mem_fraction_static": 0.9,
+                "max_total_tokens": int(args.kv_gib * 2**30) // token_bytes,
+            }
         if args.device == "cpu":
             options |= {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
             options |= {"dtype": "float32", "mem_fraction_static": 0.2}
