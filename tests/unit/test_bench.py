@@ -1,10 +1,10 @@
-"""What bench.tables says of runs, and what bench.matrix reads in an engine's name."""
+"""What the tables of bench say of runs, and what bench.matrix reads in an engine's name."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench import matrix, tables
+from bench import matrix, tables, two_engines
 from bench.tables import Run
 
 A, B, C = [[1, 2], [3, 4]], [[1, 2], [3, 9]], [[7, 7], [3, 4]]
@@ -73,3 +73,11 @@ def test_an_engines_name(engine, command, environment):
 def test_an_unknown_part_of_a_name():
     with pytest.raises(SystemExit, match="p<page size>"):
         matrix.command_of("sglang-0.5.17-x")
+
+
+def test_two_engines_without_the_native_runs():
+    burst = two_engines.Burst("e", 0.0, 2.0, 64.0, 6 << 30, 64 << 20, A)
+    shared = two_engines.Together(10 << 30, 20480, [burst], [])
+    assert "| 1 | e | 2.0 | 64 | nan | 6.0 | 60% | 0.06 | not run |" in two_engines.table(shared, {})
+    assert "| 32 | 6.0 | 60% | 0.06 | equal |" in two_engines.table(shared, {"e": [(32.0, A), (33.0, A)]})
+    assert "(native again 1)" in two_engines.table(shared, {"e": [(32.0, A), (33.0, B)]})
