@@ -106,7 +106,7 @@ class ElasticAllocator:
             on_hand = self.pool.reserve_demand(blocks)
         if on_hand < blocks and self._pending:
             self.collect(wait=True)
-            on_hand = self.pool.backed_size()
+            on_hand = self.pool.reserve_demand(blocks)  # a page that they emptied may have left already
         short = max(0, blocks - on_hand)
         self.refused = self.refused or short > 0
         return short * self.page_size
