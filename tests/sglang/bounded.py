@@ -1,0 +1,45 @@
+"""A pool on a device that others use too: it has memory for so many pages and no more."""
+
+from __future__ import annotations
+
+from kvcached import _core
+
+
+class BoundedPool(_core.Pool):
+    """Memory for `budget_pages` pages, which may change at any time. Credit is what was left when the device was asked."""
+
+    budget_pages = 1 << 20
+    _credit_pages = 0
+
+    def _mapped(self) -> int:
+        return len(self.ftensor.mapped_pages())
+
+    def _room(self) -> int:
+        return max(0, self.budget_pages - self._mapped())
+
+    def _at_most(self) -> int:
+        """Blocks that can be on hand without more memory than there is."""
+        return self.backed_size() + self._room() * self.geometry.blocks_per_page
+
+    def refresh_credit(self, leave_bytes: int = 0) -> int:
+        super().refresh_credit(leave_bytes)
+        self._credit_pages = self._room()
+        return self.promised_size()
+
+    def promised_size(self) -> int:
+        covered = self._credit_pages * self.geometry.blocks_per_page
+        return min(self.available_size(), self.backed_size() + covered)
+
+    def alloc(self, n: int) -> list[int] | None:
+        before = self._mapped()
+        ids = super().alloc(n) if n <= self._at_most() else None
+        refused = ids is None
+        self._credit_pages = 0 if refused else max(0, self._credit_pages - (self._mapped() - before))
+        return ids
+
+    def reserve_demand(self, n: int) -> int:
+        before = self._mapped()
+        on_hand = super().reserve_demand(min(n, self._at_most()))
+        refused = on_hand < n
+        self._credit_pages = 0 if refused else max(0, self._credit_pages - (self._mapped() - before))
+        return on_hand
