@@ -17,9 +17,9 @@ class BoundedPool(_core.Pool):
     def _room(self) -> int:
         return max(0, self.budget_pages - self._mapped())
 
-    def _at_most(self) -> int:
-        """Blocks that can be on hand without more memory than there is."""
-        return self.backed_size() + self._room() * self.geometry.blocks_per_page
+    def at_most(self) -> int:
+        """Blocks that can be had with the memory that there is."""
+        return min(self.available_size(), self.backed_size() + self._room() * self.geometry.blocks_per_page)
 
     def refresh_credit(self, leave_bytes: int = 0) -> int:
         super().refresh_credit(leave_bytes)
@@ -32,14 +32,14 @@ class BoundedPool(_core.Pool):
 
     def alloc(self, n: int) -> list[int] | None:
         before = self._mapped()
-        ids = super().alloc(n) if n <= self._at_most() else None
+        ids = super().alloc(n) if n <= self.at_most() else None
         refused = ids is None
         self._credit_pages = 0 if refused else max(0, self._credit_pages - (self._mapped() - before))
         return ids
 
     def reserve_demand(self, n: int) -> int:
         before = self._mapped()
-        on_hand = super().reserve_demand(min(n, self._at_most()))
+        on_hand = super().reserve_demand(min(n, self.at_most()))
         refused = on_hand < n
         self._credit_pages = 0 if refused else max(0, self._credit_pages - (self._mapped() - before))
         return on_hand
