@@ -36,15 +36,14 @@ def checked(original: Any) -> Any:
             return original(self, pre_model_load_memory=pre_model_load_memory)
         try:
             refusals.check_model(self)
-            result = original(self, pre_model_load_memory=pre_model_load_memory)
-            check_built(result.token_to_kv_pool, result.token_to_kv_pool_allocator)
+            return _all_elastic(original(self, pre_model_load_memory=pre_model_load_memory))
         except KVCachedError as error:
-            # Nothing has been handed out: what was built is dropped, and built again natively.
             EngineMemory.detach(self.server_args)
             memory.close()
             decline(error)
-            return original(self, pre_model_load_memory=pre_model_load_memory)
-        return result
+        # Nothing has been handed out. Outside the handler, whose error holds what was built: that is gone by now, and
+        # its memory free, before it is built again natively.
+        return original(self, pre_model_load_memory=pre_model_load_memory)
 
     return configure
 
@@ -88,6 +87,11 @@ def elastic_allocator(original: Any) -> Any:
         return allocator if memory is None else make_elastic(allocator, memory)
 
     return _build_token_to_kv_pool_allocator
+
+
+def _all_elastic(result: Any) -> Any:
+    check_built(result.token_to_kv_pool, result.token_to_kv_pool_allocator)
+    return result
 
 
 def check_built(kv_pool: Any, allocator: Any) -> None:
