@@ -74,6 +74,7 @@ def test_the_wheel_is_typed_and_brings_hooks_and_commands(wheel: Path) -> None:
     assert {"kvcached/py.typed", "kvcached/_core.pyi", f"{info}/licenses/LICENSE"} <= names
     assert "kvctl=kvcached._kvctl:main" in entry_points
     assert "[vllm.general_plugins]\nkvcached=kvcached.integration.vllm.plugin:register" in entry_points
+    assert "[sglang.srt.plugins]\nkvcached=kvcached.integration.sglang.plugin:register" in entry_points
 
 
 def test_the_extension_needs_no_driver_to_load(extension: Path) -> None:

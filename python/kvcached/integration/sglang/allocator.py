@@ -128,9 +128,8 @@ class ElasticAllocator:
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Indices of `need_size` tokens, whole pages; None, and nothing changed, where that many cannot be had."""
-        return self._issue(
-            need_size // self.page_size, lambda: super(ElasticAllocator, self).alloc(need_size)
-        )  # type: ignore[misc]
+        native = super().alloc  # type: ignore[misc]
+        return self._issue(need_size // self.page_size, lambda: native(need_size))
 
     def _issue(self, num_pages: int, native: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Let SGLang's own method hand out exactly `num_pages` ids."""
