@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from types import SimpleNamespace
@@ -222,6 +223,7 @@ class TestConfigurator:
         monkeypatch.setattr(
             logging.getLogger("kvcached"), "disabled", True
         )  # pytest keeps records, and they the error
+        gc.collect()
         before = _core.live_ranges()  # of tests whose frames pytest keeps
         self.refuse(configurator, "after")
         configurator.configure(pre_model_load_memory=1)

@@ -61,6 +61,11 @@ def seam(target="fake_engine:add", parameters=("a", "b"), make=doubled, versions
 STEP = "fake_engine:Counter.step"
 
 
+@pytest.mark.parametrize("parameters", [("a", ...), ("a", "b", ...), (...,)])
+def test_any_other_parameters(engine, parameters):
+    PatchSet("fake", [seam(parameters=parameters)]).verify("1.2")
+
+
 @pytest.mark.parametrize(
     ("version", "inside"),
     [
@@ -125,6 +130,8 @@ def test_another_set_does_not_patch_over_ours(engine):
         (seam("fake_engine:Inherits.step", ("self", "by")), "no step of its own"),
         (seam("fake_engine:constant"), "expected a function, found int"),
         (seam(parameters=("a",)), r"expected parameters \(a\), found \(a, b\)"),
+        (seam(parameters=("b", ...)), r"expected parameters \(b, \.\.\.\), found \(a, b\)"),
+        (seam(parameters=("a", "b", "c", ...)), r"expected parameters \(a, b, c, \.\.\.\)"),
         (seam(STEP, ("self", "by", "more")), r"expected parameters \(self, by, more\), found \(self, by\)"),
         (seam(versions=Versions("1", "1.3")), "written for >=1,<1.3"),
     ],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import wrapt
 
@@ -43,7 +43,7 @@ class Entry:
     def __init__(self, engine: str, seam: Seam, version: Callable[[], str]) -> None:
         self.version = version
         self.patches = PatchSet(engine, [seam])
-        self._module = seam.module
+        self._module, self._class = seam.module, seam.path[0]
 
     def register(self) -> None:
         """`install`, if this environment asks for it. Called any number of times."""
@@ -54,12 +54,26 @@ class Entry:
         """Put the seam in place as soon as its module is imported; now, if it already is."""
         wrapt.register_post_import_hook(self._put, self._module)
 
-    def _put(self, _module: object) -> None:
+    def _put(self, module: Any) -> None:
         try:
             self.patches.verify(self.version())
             self.patches.apply()
         except KVCachedConfigError as error:
-            decline(error)
+            try:
+                decline(error)
+            except KVCachedConfigError as refusal:
+                self._forbid(module, refusal)
+
+    def _forbid(self, module: Any, refusal: KVCachedConfigError) -> None:
+        """No engine may be constructed: said there, since engines swallow what their plug-ins raise."""
+        constructed = getattr(module, self._class, None)
+        if constructed is None:
+            raise refusal
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            raise refusal
+
+        constructed.__init__ = __init__
 
 
 def start(

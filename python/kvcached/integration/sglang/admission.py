@@ -40,6 +40,10 @@ def begin_pass(original: Any) -> Any:
             return original(self, running_batch=running_batch, last_batch=last_batch)
         allocator.collect()
         waiting = self.waiting_queue or self.chunked_req is not None
+        if waiting or last_batch or not running_batch.is_empty():
+            # What is evicted or retracted in this pass is for those that are admitted in it: it stays mapped until
+            # their batch, or an idle moment, has ended the epoch. Others would take what leaves before it is allocated.
+            allocator.memory.latest_epoch = allocator.pool.begin_step()
         if waiting and running_batch.batch_is_full and allocator.is_short:
             # "Full" was said of memory, which may have come back since; SGLang would wait for a request to end.
             running_batch.batch_is_full = False
