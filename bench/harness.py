@@ -189,6 +189,9 @@ def drive(args: argparse.Namespace, start: Callable[[argparse.Namespace, str], E
     engine.generate(prompts(2, WARM_REQUESTS, args.input_tokens), args.output_tokens)
     say("ready")
     for number in range(args.passes):
+        # Engines reset their estimates when they are idle: every run begins its passes from there, however long the
+        # row before took to print.
+        time.sleep(SETTLE_S)
         if args.on_command and not sys.stdin.readline():
             break
         with PeakMemory() as peak:
