@@ -21,6 +21,14 @@ class BoundedPool(_core.Pool):
         """Blocks that can be had with the memory that there is."""
         return min(self.available_size(), self.backed_size() + self._room() * self.geometry.blocks_per_page)
 
+    def refused(self) -> None:
+        """Called where memory could not be had."""
+
+    def _settle_credit(self, before: int, refused: bool) -> None:
+        self._credit_pages = 0 if refused else max(0, self._credit_pages - (self._mapped() - before))
+        if refused:
+            self.refused()
+
     def refresh_credit(self, leave_bytes: int = 0) -> int:
         super().refresh_credit(leave_bytes)
         self._credit_pages = self._room()
@@ -33,13 +41,11 @@ class BoundedPool(_core.Pool):
     def alloc(self, n: int) -> list[int] | None:
         before = self._mapped()
         ids = super().alloc(n) if n <= self.at_most() else None
-        refused = ids is None
-        self._credit_pages = 0 if refused else max(0, self._credit_pages - (self._mapped() - before))
+        self._settle_credit(before, refused=ids is None)
         return ids
 
     def reserve_demand(self, n: int) -> int:
         before = self._mapped()
         on_hand = super().reserve_demand(min(n, self.at_most()))
-        refused = on_hand < n
-        self._credit_pages = 0 if refused else max(0, self._credit_pages - (self._mapped() - before))
+        self._settle_credit(before, refused=on_hand < n)
         return on_hand

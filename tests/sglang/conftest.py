@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
     from kvcached.integration.sglang.allocator import ElasticAllocator
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "engines(names): whole engines whose outcome the test looks at")
+
+
 BLOCKS_PER_PAGE = 4
 USABLE_BLOCKS = 39  # with the null block ten full pages
 BLOCK_BYTES = 4096

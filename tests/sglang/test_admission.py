@@ -108,8 +108,7 @@ class TestRequest:
 
     def test_whatever_is_admitted_can_be_allocated(self, allocator):
         adder = Adder(allocator)
-        while add(adder, 7) is AddReqResult.CONTINUE:
-            pass
+        assert [add(adder, 7) for _ in range(4)][-1] is AddReqResult.OTHER
         assert adder.admitted == [7, 7, 7], "two blocks each and one to round with"
         assert prefill(allocator, adder.admitted) is not None
 
@@ -183,16 +182,16 @@ class TestChunk:
         adder.add_chunked_req(request(100))
         assert adder.admitted == [7 * PAGE_SIZE]
 
-    def test_parked_where_nothing_can_be_had(self, allocator, calls):
+    def test_parked_where_nothing_can_be_had(self, allocator):
         allocator.alloc(10 * PAGE_SIZE)
         adder = Adder(allocator, chunk=8 * PAGE_SIZE)
         left = request(100, prefix=40)
         assert adder.add_chunked_req(left) is left
         assert adder.admitted == []
         assert adder.rem_chunk_tokens == 8 * PAGE_SIZE
-        asked = len(calls.blocks)
+        allocator.refused = False
+        allocator.pool.budget_pages = 100
         assert add(adder, 1) is AddReqResult.OTHER, "it began first, and nobody overtakes it"
-        assert len(calls.blocks) == asked
 
     def test_the_budget_is_whole_again_after_a_failure(self, allocator, monkeypatch):
         adder = Adder(allocator, chunk=20 * PAGE_SIZE)

@@ -1,0 +1,127 @@
+"""A whole SGLang on the CPU: `engine.py MODEL ARGUMENTS OUTCOME.json`, ARGUMENTS those of `sglang.Engine`, as JSON.
+
+SGLang spawns its scheduler, and what is spawned imports this file again: what TEST_HOOK names is done there too, before
+anything of ours is used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from workload import MODEL_LEN, run
+
+SETTLED_S = 20.0
+EPOCHS_OF_PLENTY = 20
+REFUSALS_OF_A_SHORTAGE = 10
+
+
+def shift_a_layer() -> None:
+    """Layer 1's V one block too early: a mapping that is wrong, and that tokens must show."""
+    import ctypes
+
+    import torch
+
+    from kvcached.integration.memory import EngineMemory
+
+    tensors = EngineMemory.tensors
+
+    def shifted(self: EngineMemory) -> dict[str, torch.Tensor]:
+        assert self.agreement is not None
+        buffer = self.ftensor.buffers()[self.agreement.buffers.index("v1")]
+        memory = (ctypes.c_char * buffer.nbytes).from_address(buffer.ptr - self.agreement.block_bytes)
+        memory._owner = buffer  # type: ignore[attr-defined]
+        return tensors(self) | {"v1": torch.frombuffer(memory, dtype=torch.int8)}
+
+    EngineMemory.tensors = shifted  # type: ignore[method-assign]
+
+
+def share_the_device() -> None:
+    """A neighbour takes all memory that is left, and gives it back when this engine has waited for it, over and over."""
+    from bounded import BoundedPool
+
+    from kvcached import _core
+
+    class SharedPool(BoundedPool):
+        plenty, none = 1 << 20, 0
+        epochs = refusals = shortages = 0
+
+        def begin_step(self) -> int:
+            self.epochs += 1
+            if self.budget_pages == self.plenty and self.epochs >= EPOCHS_OF_PLENTY:
+                self.budget_pages, self.refusals = self.none, 0
+            return super().begin_step()
+
+        def refused(self) -> None:
+            self.refusals += 1
+            if self.budget_pages == self.none and self.refusals >= REFUSALS_OF_A_SHORTAGE:
+                self.budget_pages, self.epochs = self.plenty, 0
+                self.shortages += 1
+                logging.getLogger("kvcached").warning("shortage %d is over", self.shortages)
+
+    _core.Pool = SharedPool  # type: ignore[misc]
+
+
+HOOKS = {"shift": shift_a_layer, "share": share_the_device}
+if "TEST_HOOK" in os.environ:
+    HOOKS[os.environ["TEST_HOOK"]]()
+
+
+def memory(name: str) -> dict[str, Any] | None:
+    """What `kvctl` says of this instance."""
+    code = "import sys; from kvcached import _core; sys.exit(_core.kvctl(['list', '--json']))"
+    listed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    found = [row for row in json.loads(listed.stdout)["instances"] if row["name"] == name]
+    return {key: found[0][key] for key in ("used_bytes", "reserved_bytes")} if found else None
+
+
+def main(model: str, arguments: str, outcome: str) -> None:
+    import sglang
+
+    defaults = {
+        "dtype": "float32",
+        "context_length": MODEL_LEN,
+        "skip_tokenizer_init": True,
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "mem_fraction_static": 0.2,
+        "disable_cuda_graph": True,
+        "max_total_tokens": 4096,
+        "chunked_prefill_size": 64,
+        "random_seed": 0,
+        "log_level": "warning",
+    }
+    engine = sglang.Engine(model_path=model, **defaults | json.loads(arguments))
+    name = os.environ.get("KVCACHED_IPC_NAME", "")
+    result: dict[str, Any] = {"started": memory(name)}
+
+    def generate(prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], list[int]]:
+        sampling = {"temperature": 0.0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        outputs = engine.generate(input_ids=prompts, sampling_params=[sampling] * len(prompts))
+        hits = [output["meta_info"]["cached_tokens"] for output in outputs]
+        return [list(output["output_ids"]) for output in outputs], hits
+
+    result |= run(generate)
+    limit = time.monotonic() + SETTLED_S
+    result["loaded"] = memory(name)
+    while not engine.flush_cache().success and time.monotonic() < limit:
+        time.sleep(0.05)  # the scheduler may have a batch in flight still
+    while time.monotonic() < limit:
+        result["flushed"] = memory(name)
+        if result["flushed"] is None or result["flushed"]["used_bytes"] <= result["started"]["used_bytes"]:
+            break
+        time.sleep(0.05)
+    Path(outcome).write_text(json.dumps(result))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
