@@ -178,7 +178,13 @@ class TestChunk:
 
     def test_what_can_be_evicted_counts(self, allocator):
         allocator.alloc(8 * PAGE_SIZE)
-        adder = Adder(allocator, chunk=20 * PAGE_SIZE, evictable=5 * PAGE_SIZE)
+        adder = Adder(allocator, chunk=20 * PAGE_SIZE, evictable=5 * PAGE_SIZE + 1)
+        adder.add_chunked_req(request(100))
+        assert adder.admitted == [7 * PAGE_SIZE], "whole pages"
+
+    def test_what_the_batch_has_already_does_not(self, allocator):
+        adder = Adder(allocator, chunk=20 * PAGE_SIZE)
+        adder.cur_rem_token_offset = 3 * PAGE_SIZE  # running requests in a mixed batch
         adder.add_chunked_req(request(100))
         assert adder.admitted == [7 * PAGE_SIZE]
 
@@ -281,6 +287,12 @@ class TestDecode:
         assert allocator.pool.ftensor.mapped_pages() == [0], "nothing is taken for it"
         assert batch.evicted == []
 
+    def test_short_of_tokens_the_device_is_not_asked(self, allocator, calls):
+        allocator.pool.budget_pages = 100
+        batch = Batch(allocator, [USABLE_BLOCKS * PAGE_SIZE])
+        assert not batch.check_decode_mem()
+        assert calls.room == 0
+
     def test_short_of_memory_cached_prefixes_go_first(self, allocator):
         batch = Batch(allocator, [5 * PAGE_SIZE, 5 * PAGE_SIZE])
         cached = allocator.alloc(PAGE_SIZE)
@@ -317,6 +329,16 @@ class TestRetract:
         assert retracted == [req] and aborted == []
         assert req.to_finish is None
         assert batch.reqs == []
+
+    def test_all_of_them_wait_where_not_even_one_can_go_on(self, allocator):
+        batch = Batch(allocator, [7 * PAGE_SIZE, 4 * PAGE_SIZE])
+        requests = list(batch.reqs)
+        assert not batch.check_decode_mem()
+        batch.release_req = lambda idx, remaining, server_args: (
+            None
+        )  # what they have is in the prefix cache and locked
+        retracted, _, aborted = batch.retract()
+        assert retracted == requests[::-1] and aborted == []
 
     def test_the_last_one_is_aborted_where_tokens_are_missing(self, allocator):
         allocator.pool.budget_pages = 100
