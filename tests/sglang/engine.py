@@ -18,7 +18,7 @@ from typing import Any
 from workload import MODEL_LEN, run
 
 SETTLED_S = 20.0
-EPOCHS_OF_PLENTY = 20
+EPOCHS_OF_PLENTY = 8
 REFUSALS_OF_A_SHORTAGE = 10
 
 

@@ -251,7 +251,7 @@ def test_a_layer_shifted_by_one_block_is_noticed(outcome):
 def test_memory_that_a_neighbour_takes_and_gives_back(outcome):
     """Requests wait, running ones are retracted, and each is answered as if nothing had happened."""
     got = working(outcome("shared"))
-    assert "shortage 2 is over" in got.log
+    assert "shortage 2 is over" in got.log and "Retract requests" in got.log
     assert got.tokens == native(outcome("native-1")).tokens
 
 
