@@ -39,7 +39,7 @@ def decline(error: Exception) -> None:
         if isinstance(error, KVCachedConfigError):
             raise error
         raise KVCachedConfigError(f"kvcached cannot be used here: {error!r}") from error
-    logger.warning("kvcached is off for this engine, which runs natively: %s", error)
+    logger.warning("kvcached is off for this engine, which runs natively: %s", str(error))
     logger.debug("reason", exc_info=error)
 
 
