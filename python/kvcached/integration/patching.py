@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import EllipsisType
 
-__all__ = ["PatchSet", "Seam", "SeamError", "Versions"]
+__all__ = ["PatchSet", "Seam", "SeamError", "Versions", "supported"]
 
 logger = logging.getLogger("kvcached")
 
@@ -44,6 +44,19 @@ class Versions:
 
     def __str__(self) -> str:
         return f">={self.at_least},<{self.below}"
+
+
+def supported(engine: str, version: str, ranges: Sequence[Versions]) -> Versions:
+    """The range of versions that this one is in.
+
+    Raises:
+        SeamError: a version that we do not carry.
+    """
+    for versions in ranges:
+        if version in versions:
+            return versions
+    carried = " or ".join(str(versions) for versions in ranges)
+    raise SeamError(f"{engine} {version} is not supported: use {carried}, or unset ENABLE_KVCACHED")
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -227,7 +227,7 @@ class ElasticTokenAllocator(ElasticAllocator, TokenToKVPoolAllocator):  # type: 
         if self.is_not_in_free_group:
             self.give(free_index)
         else:
-            super().free(self._copied_in_group(free_index))
+            super().free(free_index.clone())  # as in `_copied_in_group`
 
 
 class ElasticPagedAllocator(ElasticAllocator, PagedTokenToKVPoolAllocator):  # type: ignore[misc]

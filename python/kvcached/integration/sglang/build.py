@@ -8,7 +8,6 @@ knows it. Both are subclasses of SGLang's own concrete classes, which its `isins
 from __future__ import annotations
 
 import functools
-import logging
 from typing import TYPE_CHECKING, Any
 
 from kvcached.errors import KVCachedError
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["checked", "elastic_allocator", "elastic_pool"]
-
-logger = logging.getLogger("kvcached")
 
 
 def checked(original: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcached.integration.patching import PatchSet, Seam, SeamError, Versions
+from kvcached.integration.patching import PatchSet, Seam, Versions, supported
 
 __all__ = ["SUPPORTED", "patch_set"]
 
@@ -23,11 +23,8 @@ def patch_set(version: str) -> PatchSet:
     Raises:
         SeamError: a version that we do not carry.
     """
-    for versions in SUPPORTED:
-        if version in versions:
-            return PatchSet("sglang", [*_worker(versions), *_scheduler(versions), *_relied_on(versions)])
-    carried = " or ".join(str(versions) for versions in SUPPORTED)
-    raise SeamError(f"sglang {version} is not supported: use {carried}, or unset ENABLE_KVCACHED")
+    versions = supported("sglang", version, SUPPORTED)
+    return PatchSet("sglang", [*_worker(versions), *_scheduler(versions), *_relied_on(versions)])
 
 
 def _worker(versions: Versions) -> list[Seam]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcached.integration.patching import PatchSet, Seam, SeamError, Versions
+from kvcached.integration.patching import PatchSet, Seam, Versions, supported
 from kvcached.integration.vllm import allocation, block_pool, capacity, release, warmup
 
 __all__ = ["SUPPORTED", "patch_set"]
@@ -26,14 +26,11 @@ def patch_set(version: str, device_type: str) -> PatchSet:
     Raises:
         SeamError: a version that we do not carry.
     """
-    for versions in SUPPORTED:
-        if version in versions:
-            seams = [*_engine(versions), *_scheduler(versions), *_relied_on(versions), *_allocation(versions)]
-            if device_type == "cuda":
-                seams += _gpu_worker(versions)
-            return PatchSet("vllm", seams)
-    carried = " or ".join(str(versions) for versions in SUPPORTED)
-    raise SeamError(f"vllm {version} is not supported: use {carried}, or unset ENABLE_KVCACHED")
+    versions = supported("vllm", version, SUPPORTED)
+    seams = [*_engine(versions), *_scheduler(versions), *_relied_on(versions), *_allocation(versions)]
+    if device_type == "cuda":
+        seams += _gpu_worker(versions)
+    return PatchSet("vllm", seams)
 
 
 def _engine(versions: Versions) -> list[Seam]:
