@@ -128,6 +128,15 @@ impl Handle {
     }
 }
 
+/// What the device may do with a mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Access {
+    /// Read and write.
+    ReadWrite,
+    /// Read. A write is an error of the device, as where there is no memory.
+    Read,
+}
+
 /// Memory of a device, bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemInfo {
@@ -139,8 +148,8 @@ pub struct MemInfo {
 
 /// Virtual memory management of one device.
 ///
-/// Sizes and addresses are multiples of [`granularity`](Driver::granularity). One handle is mapped at most once and whole.
-/// A driver refuses ([`DriverError::Misuse`]) addresses and handles that are not its own, so that calling it is safe;
+/// Sizes and addresses are multiples of [`granularity`](Driver::granularity). A handle is mapped whole, and once unless it
+/// was shared. A driver refuses ([`DriverError::Misuse`]) addresses and handles that are not its own, so that calling it is safe;
 /// *using* memory at an address is up to whoever dereferences it. Safe to call from any thread.
 pub trait Driver: Send + Sync + fmt::Debug {
     /// The device.
@@ -161,11 +170,19 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Gives physical memory back. It may not be mapped.
     fn release(&self, handle: Handle) -> Result<(), DriverError>;
 
+    /// Lets `handle` be mapped at any number of places from now on, all of them for reading only, so that it reads as zeros
+    /// everywhere. It must never have been open for writing. A matter of the book alone: the device is not asked.
+    fn share(&self, handle: Handle) -> Result<(), DriverError>;
+
     /// Puts all of `handle`, which has `bytes`, under a hole of a reservation. Not to be touched before `set_access`.
     fn map(&self, address: usize, bytes: u64, handle: Handle) -> Result<(), DriverError>;
 
-    /// Lets the device read and write one mapping.
-    fn set_access(&self, address: usize, bytes: u64) -> Result<(), DriverError>;
+    /// Says what the device may do with one mapping.
+    fn set_access(&self, address: usize, bytes: u64, access: Access) -> Result<(), DriverError>;
+
+    /// Fills mappings (address and bytes of each), all open for writing, with zeros, and waits for that. Work of others on the
+    /// device is not waited for: the caller sees to it that none of it touches them.
+    fn clear(&self, mappings: &[(usize, u64)]) -> Result<(), DriverError>;
 
     /// Makes one mapping a hole again. Does not wait for the device.
     fn unmap(&self, address: usize, bytes: u64) -> Result<(), DriverError>;

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::driver::{Device, Driver, DriverError, Handle};
+use crate::driver::{Access, Device, Driver, DriverError, Handle};
 use crate::error::{UnmapFailure, VmmError};
 use crate::geometry::{Geometry, GeometryError};
 
@@ -283,7 +283,7 @@ impl FTensor {
         let mapped = self.driver.map(address, bytes, handle);
         done.push(Backing { page, handle, mapped: mapped.is_ok() });
         mapped?;
-        self.driver.set_access(address, bytes)
+        self.driver.set_access(address, bytes, Access::ReadWrite)
     }
 
     /// Undoes `done`, newest first, and returns the error of the whole call.

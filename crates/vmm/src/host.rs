@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
 
 use crate::book::{Book, check_size};
-use crate::driver::{Device, Driver, DriverError, Handle, MemInfo};
+use crate::driver::{Access, Device, Driver, DriverError, Handle, MemInfo};
 
 type Result<T> = std::result::Result<T, DriverError>;
 
@@ -78,6 +78,14 @@ impl Host {
     pub fn resident_bytes(&self) -> Result<u64> {
         let stat = rustix::fs::fstat(&self.file).map_err(failed("fstat", 0))?;
         Ok(u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
+    }
+
+    /// Gives the memory of a run back to the kernel: it reads as zeros from then on. The book and `offsets` hold the same
+    /// handles, so that there is always an offset.
+    fn punch(&self, call: &'static str, offset: Option<u64>, bytes: u64) -> Result<()> {
+        let Some(offset) = offset else { return Ok(()) };
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&self.file, punch, offset, bytes).map_err(failed(call, bytes))
     }
 
     /// The lock is held across the system calls: what the book says is what the kernel does.
@@ -144,26 +152,28 @@ impl Driver for Host {
         state.next_handle += 1;
         let handle = Handle::from_raw(state.next_handle);
         state.offsets.insert(handle, offset);
-        state.book.put_handle(handle, bytes);
+        state.book.add_handle(handle, bytes);
         Ok(handle)
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
         const CALL: &str = "fallocate (release)";
         let mut state = self.enter(CALL)?;
-        let bytes = state.book.take_handle(CALL, handle)?;
-        let Some(offset) = state.offsets.remove(&handle) else {
-            return Ok(()); // the book and `offsets` hold the same handles
-        };
-        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let punched = rustix::fs::fallocate(&self.file, punch, offset, bytes);
+        let held = state.book.take_handle(CALL, handle)?;
+        let bytes = held.bytes;
+        let offset = state.offsets.get(&handle).copied();
+        let punched = self.punch(CALL, offset, bytes);
         if punched.is_err() {
-            state.book.put_handle(handle, bytes);
-            state.offsets.insert(handle, offset);
-        } else {
+            state.book.put_handle(handle, held);
+        } else if let Some(offset) = offset {
+            state.offsets.remove(&handle);
             state.runs.give_back(offset, bytes);
         }
-        punched.map_err(failed(CALL, bytes))
+        punched
+    }
+
+    fn share(&self, handle: Handle) -> Result<()> {
+        self.enter("share")?.book.share("share", handle)
     }
 
     fn map(&self, address: usize, bytes: u64, handle: Handle) -> Result<()> {
@@ -189,13 +199,28 @@ impl Driver for Host {
         Ok(())
     }
 
-    fn set_access(&self, address: usize, bytes: u64) -> Result<()> {
-        let state = self.enter("mprotect")?;
-        state.book.check_mapping("mprotect", address, bytes)?;
-        let access = MprotectFlags::READ | MprotectFlags::WRITE;
+    fn set_access(&self, address: usize, bytes: u64, access: Access) -> Result<()> {
+        let mut state = self.enter("mprotect")?;
+        state.book.check_access("mprotect", address, bytes, access)?;
+        let flags = match access {
+            Access::ReadWrite => MprotectFlags::READ | MprotectFlags::WRITE,
+            Access::Read => MprotectFlags::READ,
+        };
         // SAFETY: exactly one mapping of ours, of which Rust holds no reference.
-        let set = unsafe { rustix::mm::mprotect(address as *mut c_void, bytes as usize, access) };
-        set.map_err(failed("mprotect", bytes))
+        let set = unsafe { rustix::mm::mprotect(address as *mut c_void, bytes as usize, flags) };
+        set.map_err(failed("mprotect", bytes))?;
+        state.book.opened(address, access);
+        Ok(())
+    }
+
+    fn clear(&self, mappings: &[(usize, u64)]) -> Result<()> {
+        let state = self.enter("clear")?;
+        state.book.check_writable("clear", mappings)?;
+        for &(address, bytes) in mappings {
+            let handle = state.book.check_mapping("clear", address, bytes)?;
+            self.punch("fallocate (clear)", state.offsets.get(&handle).copied(), bytes)?;
+        }
+        Ok(())
     }
 
     fn unmap(&self, address: usize, bytes: u64) -> Result<()> {
@@ -320,7 +345,9 @@ mod tests {
         forked(host.reserve(page).map(|_| ()));
         forked(host.create(page).map(|_| ()));
         forked(host.map(address, page, handle));
-        forked(host.set_access(address, page));
+        forked(host.share(handle));
+        forked(host.set_access(address, page, Access::ReadWrite));
+        forked(host.clear(&[(address, page)]));
         forked(host.unmap(address, page));
         forked(host.release(handle));
         forked(host.free(address, page));
@@ -339,7 +366,9 @@ mod tests {
         let misuse = |r: Result<()>| assert!(matches!(r, Err(DriverError::Misuse { .. })), "{r:?}");
         misuse(host.map(elsewhere, page, handle));
         misuse(host.unmap(elsewhere, page));
-        misuse(host.set_access(elsewhere, page));
+        misuse(host.set_access(elsewhere, page, Access::Read));
+        misuse(host.clear(&[(elsewhere, page)]));
+        misuse(host.share(Handle::from_raw(99)));
         misuse(host.free(elsewhere, page));
         misuse(host.release(Handle::from_raw(99)));
         misuse(host.reserve(page + 1).map(|_| ()));

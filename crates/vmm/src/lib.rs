@@ -25,7 +25,7 @@ pub mod host;
 pub mod sim;
 
 pub use backends::{available, open};
-pub use driver::{Device, DeviceNameError, Driver, DriverError, Handle, MemInfo};
+pub use driver::{Access, Device, DeviceNameError, Driver, DriverError, Handle, MemInfo};
 pub use error::{UnmapFailure, VmmError};
 pub use ftensor::{FTensor, live_ranges};
 pub use geometry::{Geometry, GeometryError, Shape, Target};

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use kvcached_vmm::sim::Sim;
 use kvcached_vmm::{
-    Device, Driver, DriverError, FTensor, Geometry, Handle, MemInfo, Shape, Target, UnmapFailure, VmmError,
+    Access, Device, Driver, DriverError, FTensor, Geometry, Handle, MemInfo, Shape, Target, UnmapFailure,
+    VmmError,
 };
 use proptest::prelude::*;
 
@@ -431,8 +432,14 @@ impl Driver for Peek {
     fn map(&self, address: usize, bytes: u64, handle: Handle) -> Result<(), DriverError> {
         self.sim.map(address, bytes, handle)
     }
-    fn set_access(&self, address: usize, bytes: u64) -> Result<(), DriverError> {
-        self.sim.set_access(address, bytes)
+    fn share(&self, handle: Handle) -> Result<(), DriverError> {
+        self.sim.share(handle)
+    }
+    fn set_access(&self, address: usize, bytes: u64, access: Access) -> Result<(), DriverError> {
+        self.sim.set_access(address, bytes, access)
+    }
+    fn clear(&self, mappings: &[(usize, u64)]) -> Result<(), DriverError> {
+        self.sim.clear(mappings)
     }
     fn unmap(&self, address: usize, bytes: u64) -> Result<(), DriverError> {
         self.look();

@@ -3,10 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use kvcached_vmm::host::Host;
-use kvcached_vmm::{Driver, DriverError, FTensor, Geometry, Handle, MemInfo, Shape, Target, VmmError};
+use kvcached_vmm::sim::Faulty;
+use kvcached_vmm::{Driver, DriverError, FTensor, Geometry, MemInfo, Shape, Target, VmmError};
 
 const BUFFERS: u32 = 3;
 const BLOCK: u64 = 4096;
@@ -179,63 +179,11 @@ fn a_machine_size_range_costs_no_memory() {
     assert_eq!((tensor.mapped_bytes(), host.resident_bytes()), (0, Ok(0)));
 }
 
-/// A host on which one call fails.
-#[derive(Debug)]
-struct Faulty {
-    host: Arc<Host>,
-    calls: AtomicU32,
-    fail_at: u32,
-}
-
-impl Faulty {
-    fn call<T>(&self, f: impl FnOnce(&Host) -> Result<T, DriverError>) -> Result<T, DriverError> {
-        if self.calls.fetch_add(1, Ordering::SeqCst) + 1 == self.fail_at {
-            return Err(DriverError::Call { call: "fault", code: -1, name: "asked for".into() });
-        }
-        f(&self.host)
-    }
-}
-
-impl Driver for Faulty {
-    fn device(&self) -> kvcached_vmm::Device {
-        self.host.device()
-    }
-    fn granularity(&self) -> u64 {
-        self.host.granularity()
-    }
-    fn reserve(&self, bytes: u64) -> Result<usize, DriverError> {
-        self.call(|h| h.reserve(bytes))
-    }
-    fn free(&self, address: usize, bytes: u64) -> Result<(), DriverError> {
-        self.call(|h| h.free(address, bytes))
-    }
-    fn create(&self, bytes: u64) -> Result<Handle, DriverError> {
-        self.call(|h| h.create(bytes))
-    }
-    fn release(&self, handle: Handle) -> Result<(), DriverError> {
-        self.call(|h| h.release(handle))
-    }
-    fn map(&self, address: usize, bytes: u64, handle: Handle) -> Result<(), DriverError> {
-        self.call(|h| h.map(address, bytes, handle))
-    }
-    fn set_access(&self, address: usize, bytes: u64) -> Result<(), DriverError> {
-        self.call(|h| h.set_access(address, bytes))
-    }
-    fn unmap(&self, address: usize, bytes: u64) -> Result<(), DriverError> {
-        self.call(|h| h.unmap(address, bytes))
-    }
-    fn mem_info(&self) -> Result<MemInfo, DriverError> {
-        self.host.mem_info()
-    }
-    fn synchronise(&self) -> Result<(), DriverError> {
-        self.call(|h| h.synchronise())
-    }
-}
-
 /// Maps, maps what overlaps, unmaps, maps again. Returns how many driver calls it took, the drop included.
 fn scenario(fail_at: u32) -> u32 {
     let host = host(8);
-    let driver = Arc::new(Faulty { host: host.clone(), calls: AtomicU32::new(0), fail_at });
+    let driver = Faulty::new(host.clone());
+    driver.fail_each(&[fail_at]);
     let Ok(tensor) = FTensor::reserve(driver.clone(), geometry(), 8 * M) else {
         assert_eq!((fail_at, host.mem_info().unwrap().free), (1, 8 * PAGE));
         return 1;
@@ -271,7 +219,7 @@ fn scenario(fail_at: u32) -> u32 {
         }
     }
     let lost_before = tensor.quarantined_pages().len() as u64;
-    let calls_before = driver.calls.load(Ordering::SeqCst);
+    let calls_before = driver.calls().total();
     let mapped = tensor.mapped_pages().len() as u64;
     drop(tensor);
     let left = 8 - host.mem_info().unwrap().free / PAGE;
@@ -283,7 +231,7 @@ fn scenario(fail_at: u32) -> u32 {
         assert_eq!(left, lost_before);
         assert_eq!(host.resident_bytes().unwrap() > 0, lost_before > 0);
     }
-    driver.calls.load(Ordering::SeqCst)
+    driver.calls().total()
 }
 
 #[test]

@@ -10,7 +10,7 @@
 
 use std::cell::Cell;
 use std::error::Error;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong};
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ulonglong};
 use std::sync::OnceLock;
 
 use cust::sys::*;
@@ -120,5 +120,8 @@ forward! {
     fn cuMemMap(ptr: CUdeviceptr, size: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: c_ulonglong);
     fn cuMemUnmap(ptr: CUdeviceptr, size: usize);
     fn cuMemSetAccess(ptr: CUdeviceptr, size: usize, desc: *const CUmemAccessDesc, count: usize);
+    fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    fn cuStreamSynchronize(stream: CUstream);
+    fn cuMemsetD8Async(ptr: CUdeviceptr, value: c_uchar, count: usize, stream: CUstream);
     fn cuMemGetAllocationGranularity(granularity: *mut usize, prop: *const CUmemAllocationProp, option: CUmemAllocationGranularity_flags);
 }

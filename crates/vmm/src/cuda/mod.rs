@@ -8,12 +8,12 @@
 
 mod lazy;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cust::sys;
 
 use crate::book::{Book, check_size};
-use crate::driver::{Device, Driver, DriverError, Handle, MemInfo};
+use crate::driver::{Access, Device, Driver, DriverError, Handle, MemInfo};
 
 type Result<T> = std::result::Result<T, DriverError>;
 
@@ -123,8 +123,21 @@ pub struct Cuda {
     ordinal: u32,
     primary: Primary,
     granularity: u64,
+    /// Process that opened it. CUDA does not survive a fork, and the book's lock may not either.
+    owner: u32,
     book: Mutex<Book>,
+    /// For `clear`; made by the first.
+    stream: OnceLock<Stream>,
 }
+
+/// A stream of ours on a device's primary context. It lives as long as the process.
+#[derive(Debug)]
+struct Stream(sys::CUstream);
+
+// SAFETY: a stream handle names a driver object that any thread may use; the driver locks it.
+unsafe impl Send for Stream {}
+// SAFETY: as above; nothing here changes.
+unsafe impl Sync for Stream {}
 
 impl Cuda {
     /// Starts the driver and takes a hold on the device's primary context.
@@ -140,11 +153,39 @@ impl Cuda {
         let wanted = prop(primary.device);
         // SAFETY: both pointers are valid for the call.
         primary.with(|| unsafe { cu!(cuMemGetAllocationGranularity(&mut granularity, &wanted, least)) })?;
-        Ok(Cuda { ordinal, primary, granularity: granularity as u64, book: Mutex::default() })
+        Ok(Cuda {
+            ordinal,
+            primary,
+            granularity: granularity as u64,
+            owner: std::process::id(),
+            book: Mutex::default(),
+            stream: OnceLock::new(),
+        })
     }
 
     fn book(&self) -> MutexGuard<'_, Book> {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses in a fork of the process that opened the device.
+    fn enter(&self, call: &'static str) -> Result<()> {
+        match self.owner == std::process::id() {
+            true => Ok(()),
+            false => Err(DriverError::Forked { call, owner: self.owner }),
+        }
+    }
+
+    /// The stream of `clear`. It waits for no other and no other waits for it.
+    fn stream(&self) -> Result<sys::CUstream> {
+        if let Some(stream) = self.stream.get() {
+            return Ok(stream.0);
+        }
+        let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: `stream` is valid for a write; the context is current.
+        unsafe { cu!(cuStreamCreate(&mut stream, non_blocking))? };
+        // Two threads may both have made one: the second is used by nobody, and costs nothing.
+        Ok(self.stream.get_or_init(|| Stream(stream)).0)
     }
 }
 
@@ -175,7 +216,9 @@ impl Driver for Cuda {
     }
 
     fn reserve(&self, bytes: u64) -> Result<usize> {
-        check_size("cuMemAddressReserve", bytes, self.granularity)?;
+        const CALL: &str = "cuMemAddressReserve";
+        self.enter(CALL)?;
+        check_size(CALL, bytes, self.granularity)?;
         let mut address = 0;
         self.primary.with(|| {
             // SAFETY: `address` is valid for a write; no address is asked for.
@@ -187,6 +230,7 @@ impl Driver for Cuda {
     }
 
     fn free(&self, address: usize, bytes: u64) -> Result<()> {
+        self.enter("cuMemAddressFree")?;
         self.book().take_range("cuMemAddressFree", address, bytes)?;
         // SAFETY: this is one whole reservation of ours with nothing mapped in it.
         let freed = self.primary.with(|| unsafe { cu!(cuMemAddressFree(address as u64, bytes as usize)) });
@@ -197,27 +241,35 @@ impl Driver for Cuda {
     }
 
     fn create(&self, bytes: u64) -> Result<Handle> {
+        self.enter("cuMemCreate")?;
         check_size("cuMemCreate", bytes, self.granularity)?;
         let mut raw = 0;
         let wanted = prop(self.primary.device);
         // SAFETY: both pointers are valid for the call.
         self.primary.with(|| unsafe { cu!(cuMemCreate(&mut raw, bytes as usize, &wanted, 0); bytes) })?;
         let handle = Handle::from_raw(raw);
-        self.book().put_handle(handle, bytes);
+        self.book().add_handle(handle, bytes);
         Ok(handle)
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
-        let bytes = self.book().take_handle("cuMemRelease", handle)?;
+        self.enter("cuMemRelease")?;
+        let held = self.book().take_handle("cuMemRelease", handle)?;
         // SAFETY: the handle is ours, and nobody else can release it now.
         let released = self.primary.with(|| unsafe { cu!(cuMemRelease(handle.raw())) });
         if released.is_err() {
-            self.book().put_handle(handle, bytes);
+            self.book().put_handle(handle, held);
         }
         released
     }
 
+    fn share(&self, handle: Handle) -> Result<()> {
+        self.enter("share")?;
+        self.book().share("share", handle)
+    }
+
     fn map(&self, address: usize, bytes: u64, handle: Handle) -> Result<()> {
+        self.enter("cuMemMap")?;
         self.book().add_mapping("cuMemMap", address, bytes, handle)?;
         let mapped = self.primary.with(|| {
             // SAFETY: a hole in a reservation of ours, and a handle of ours that has this size.
@@ -229,28 +281,54 @@ impl Driver for Cuda {
         mapped
     }
 
-    fn set_access(&self, address: usize, bytes: u64) -> Result<()> {
-        self.book().check_mapping("cuMemSetAccess", address, bytes)?;
-        let access = sys::CUmemAccessDesc {
-            location: location(self.primary.device),
-            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    fn set_access(&self, address: usize, bytes: u64, access: Access) -> Result<()> {
+        self.enter("cuMemSetAccess")?;
+        self.book().check_access("cuMemSetAccess", address, bytes, access)?;
+        let flags = match access {
+            Access::ReadWrite => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+            Access::Read => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
         };
-        // SAFETY: exactly one mapping of ours; one descriptor is passed.
-        self.primary
-            .with(|| unsafe { cu!(cuMemSetAccess(address as u64, bytes as usize, &access, 1); bytes) })
+        let wanted = sys::CUmemAccessDesc { location: location(self.primary.device), flags };
+        self.primary.with(|| {
+            // SAFETY: exactly one mapping of ours; one descriptor is passed.
+            unsafe { cu!(cuMemSetAccess(address as u64, bytes as usize, &wanted, 1); bytes) }
+        })?;
+        self.book().opened(address, access);
+        Ok(())
+    }
+
+    fn clear(&self, mappings: &[(usize, u64)]) -> Result<()> {
+        self.enter("cuMemsetD8Async")?;
+        self.book().check_writable("cuMemsetD8Async", mappings)?;
+        self.primary.with(|| {
+            let stream = self.stream()?;
+            let mut queued = Ok(());
+            for &(address, bytes) in mappings {
+                // SAFETY: exactly one mapping of ours, open for writing, which its owner keeps until this returns.
+                queued = unsafe { cu!(cuMemsetD8Async(address as u64, 0, bytes as usize, stream)) };
+                if queued.is_err() {
+                    break;
+                }
+            }
+            // SAFETY: the stream is ours. What was queued is waited for in any case: it writes to the mappings.
+            let waited = unsafe { cu!(cuStreamSynchronize(stream)) };
+            queued.and(waited)
+        })
     }
 
     fn unmap(&self, address: usize, bytes: u64) -> Result<()> {
-        let handle = self.book().take_mapping("cuMemUnmap", address, bytes)?;
+        self.enter("cuMemUnmap")?;
+        let mapping = self.book().take_mapping("cuMemUnmap", address, bytes)?;
         // SAFETY: exactly one mapping of ours, which nobody else can unmap now.
         let unmapped = self.primary.with(|| unsafe { cu!(cuMemUnmap(address as u64, bytes as usize)) });
         if unmapped.is_err() {
-            self.book().add_mapping("cuMemUnmap", address, bytes, handle)?;
+            self.book().put_mapping(address, mapping);
         }
         unmapped
     }
 
     fn mem_info(&self) -> Result<MemInfo> {
+        self.enter("cuMemGetInfo")?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: both are valid for writes.
         self.primary.with(|| unsafe { cu!(cuMemGetInfo_v2(&mut free, &mut total)) })?;
@@ -258,6 +336,7 @@ impl Driver for Cuda {
     }
 
     fn synchronise(&self) -> Result<()> {
+        self.enter("cuCtxSynchronize")?;
         // SAFETY: takes nothing.
         self.primary.with(|| unsafe { cu!(cuCtxSynchronize()) })
     }

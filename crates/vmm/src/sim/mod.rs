@@ -1,46 +1,20 @@
 //! A driver for tests: addresses without memory, every law checked, any call made to fail.
 
+mod faulty;
+mod script;
+
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::book::{Book, check_size};
-use crate::driver::{Device, Driver, DriverError, Handle, MemInfo};
+use crate::driver::{Access, Device, Driver, DriverError, Handle, MemInfo};
+use script::{Call, Faults, Script};
+
+pub use faulty::Faulty;
+pub use script::{Calls, Cost, FAULT_CODE, Latency};
 
 type Result<T> = std::result::Result<T, DriverError>;
-
-/// The code of a failure that was asked for.
-pub const FAULT_CODE: i32 = 999;
-
-/// Calls by kind. Also those that failed or were refused.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)] // each is the number of calls of the `Driver` method of its name
-pub struct Calls {
-    pub reserve: u32,
-    pub free: u32,
-    pub create: u32,
-    pub release: u32,
-    pub map: u32,
-    pub set_access: u32,
-    pub unmap: u32,
-    pub mem_info: u32,
-    pub synchronise: u32,
-}
-
-impl Calls {
-    /// All of them.
-    pub fn total(&self) -> u32 {
-        let Calls { reserve, free, create, release, map, set_access, unmap, mem_info, synchronise } = *self;
-        reserve + free + create + release + map + set_access + unmap + mem_info + synchronise
-    }
-}
-
-#[derive(Debug)]
-enum Faults {
-    /// The calls of these numbers, from 1.
-    At(Vec<u32>),
-    /// That call and all later ones.
-    From(u32),
-}
 
 /// A simulated device. Shared with the code under test as `Arc<dyn Driver>`.
 pub struct Sim {
@@ -54,8 +28,7 @@ struct State {
     budget_bytes: u64,
     next_address: usize,
     next_handle: u64,
-    calls: Calls,
-    faults: Faults,
+    script: Script,
     refused: Vec<String>,
 }
 
@@ -74,8 +47,7 @@ impl Sim {
                 budget_bytes,
                 next_address: 1 << 40,
                 next_handle: 1,
-                calls: Calls::default(),
-                faults: Faults::At(vec![]),
+                script: Script::new(),
                 refused: vec![],
             }),
         })
@@ -92,12 +64,12 @@ impl Sim {
 
     /// Fails each of these calls, numbered from 1 from now, without any effect. Starts the counts anew.
     pub fn fail_each(&self, calls: &[u32]) {
-        self.plan(Faults::At(calls.to_vec()));
+        self.state().script.plan(Faults::At(calls.to_vec()));
     }
 
     /// Fails the `k`-th call from now, from 1, and every one after it. Starts the counts anew.
     pub fn fail_from(&self, k: u32) {
-        self.plan(Faults::From(k));
+        self.state().script.plan(Faults::From(k));
     }
 
     /// Nothing fails any more. Starts the counts anew.
@@ -105,10 +77,14 @@ impl Sim {
         self.fail_each(&[]);
     }
 
-    fn plan(&self, faults: Faults) {
-        let mut state = self.state();
-        state.calls = Calls::default();
-        state.faults = faults;
+    /// What calls cost from now on; nothing at first.
+    pub fn set_latency(&self, latency: Latency) {
+        self.state().script.set_latency(latency);
+    }
+
+    /// What the calls since the start, or since the latest `fail_*` or `heal`, would have taken, one after the other.
+    pub fn elapsed(&self) -> Duration {
+        self.state().script.elapsed()
     }
 
     /// How much memory the device has from now on, bytes. What is held stays held.
@@ -118,12 +94,17 @@ impl Sim {
 
     /// Calls since the start, or since the latest `fail_*` or `heal`.
     pub fn calls(&self) -> Calls {
-        self.state().calls
+        self.state().script.calls()
     }
 
     /// Physical memory held, bytes.
     pub fn held_bytes(&self) -> u64 {
         self.state().book.held_bytes()
+    }
+
+    /// Every mapping: address, and what the device may do there; None before it was said.
+    pub fn accesses(&self) -> Vec<(usize, Option<Access>)> {
+        self.state().book.accesses().collect()
     }
 
     /// Every mapping: address and bytes, by address.
@@ -155,24 +136,22 @@ impl Sim {
         );
     }
 
-    /// Counts the call and does it unless it is to fail.
+    /// Counts a call about `bytes` and does it unless it is to fail.
     fn call<T>(
         &self,
-        call: &'static str,
-        count: fn(&mut Calls) -> &mut u32,
+        name: &'static str,
+        call: Call,
+        bytes: u64,
         act: impl FnOnce(&mut State) -> Result<T>,
     ) -> Result<T> {
         let mut state = self.state();
-        *count(&mut state.calls) += 1;
-        let k = state.calls.total();
-        let fails = match &state.faults {
-            Faults::At(calls) => calls.contains(&k),
-            Faults::From(from) => k >= *from,
-        };
-        if fails {
-            return Err(DriverError::Call { call, code: FAULT_CODE, name: format!("fault in call {k}") });
-        }
-        let result = act(&mut state);
+        state.script.admit(name, call, bytes)?;
+        self.lawful(&mut state, act)
+    }
+
+    /// Does it, and remembers a law that it breaks.
+    fn lawful<T>(&self, state: &mut State, act: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
+        let result = act(state);
         if let Err(error @ DriverError::Misuse { .. }) = &result {
             state.refused.push(error.to_string());
         }
@@ -197,76 +176,73 @@ impl Driver for Sim {
     }
 
     fn reserve(&self, bytes: u64) -> Result<usize> {
-        self.call(
-            "reserve",
-            |c| &mut c.reserve,
-            |s| {
-                check_size("reserve", bytes, self.granularity)?;
-                let address = s.next_address;
-                // A gap, so that an overrun is no other range's page.
-                let next =
-                    usize::try_from(bytes + self.granularity).ok().and_then(|b| address.checked_add(b));
-                s.next_address =
-                    next.ok_or(DriverError::OutOfMemory { call: "reserve", bytes, code: FAULT_CODE })?;
-                s.book.put_range(address, bytes);
-                Ok(address)
-            },
-        )
+        self.call("reserve", Call::Reserve, bytes, |s| {
+            check_size("reserve", bytes, self.granularity)?;
+            let address = s.next_address;
+            // A gap, so that an overrun is no other range's page.
+            let next = usize::try_from(bytes + self.granularity).ok().and_then(|b| address.checked_add(b));
+            s.next_address =
+                next.ok_or(DriverError::OutOfMemory { call: "reserve", bytes, code: FAULT_CODE })?;
+            s.book.put_range(address, bytes);
+            Ok(address)
+        })
     }
 
     fn free(&self, address: usize, bytes: u64) -> Result<()> {
-        self.call("free", |c| &mut c.free, |s| s.book.take_range("free", address, bytes))
+        self.call("free", Call::Free, bytes, |s| s.book.take_range("free", address, bytes))
     }
 
     fn create(&self, bytes: u64) -> Result<Handle> {
-        self.call(
-            "create",
-            |c| &mut c.create,
-            |s| {
-                check_size("create", bytes, self.granularity)?;
-                if bytes > s.budget_bytes.saturating_sub(s.book.held_bytes()) {
-                    return Err(DriverError::OutOfMemory { call: "create", bytes, code: FAULT_CODE });
-                }
-                let handle = Handle::from_raw(s.next_handle);
-                s.next_handle += 1;
-                s.book.put_handle(handle, bytes);
-                Ok(handle)
-            },
-        )
+        self.call("create", Call::Create, bytes, |s| {
+            check_size("create", bytes, self.granularity)?;
+            if bytes > s.budget_bytes.saturating_sub(s.book.held_bytes()) {
+                return Err(DriverError::OutOfMemory { call: "create", bytes, code: FAULT_CODE });
+            }
+            let handle = Handle::from_raw(s.next_handle);
+            s.next_handle += 1;
+            s.book.add_handle(handle, bytes);
+            Ok(handle)
+        })
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
-        self.call("release", |c| &mut c.release, |s| s.book.take_handle("release", handle).map(|_| ()))
+        let bytes = self.state().book.bytes_of(handle);
+        self.call("release", Call::Release, bytes, |s| s.book.take_handle("release", handle).map(|_| ()))
+    }
+
+    fn share(&self, handle: Handle) -> Result<()> {
+        self.lawful(&mut self.state(), |s| s.book.share("share", handle))
     }
 
     fn map(&self, address: usize, bytes: u64, handle: Handle) -> Result<()> {
-        self.call("map", |c| &mut c.map, |s| s.book.add_mapping("map", address, bytes, handle))
+        self.call("map", Call::Map, bytes, |s| s.book.add_mapping("map", address, bytes, handle))
     }
 
-    fn set_access(&self, address: usize, bytes: u64) -> Result<()> {
-        self.call(
-            "set_access",
-            |c| &mut c.set_access,
-            |s| s.book.check_mapping("set_access", address, bytes).map(|_| ()),
-        )
+    fn set_access(&self, address: usize, bytes: u64, access: Access) -> Result<()> {
+        self.call("set_access", Call::SetAccess, bytes, |s| {
+            s.book.check_access("set_access", address, bytes, access)?;
+            s.book.opened(address, access);
+            Ok(())
+        })
+    }
+
+    fn clear(&self, mappings: &[(usize, u64)]) -> Result<()> {
+        let bytes = mappings.iter().map(|(_, bytes)| bytes).sum();
+        self.call("clear", Call::Clear, bytes, |s| s.book.check_writable("clear", mappings))
     }
 
     fn unmap(&self, address: usize, bytes: u64) -> Result<()> {
-        self.call("unmap", |c| &mut c.unmap, |s| s.book.take_mapping("unmap", address, bytes).map(|_| ()))
+        self.call("unmap", Call::Unmap, bytes, |s| s.book.take_mapping("unmap", address, bytes).map(|_| ()))
     }
 
     fn mem_info(&self) -> Result<MemInfo> {
-        self.call(
-            "mem_info",
-            |c| &mut c.mem_info,
-            |s| {
-                let free = s.budget_bytes.saturating_sub(s.book.held_bytes());
-                Ok(MemInfo { free, total: s.budget_bytes })
-            },
-        )
+        self.call("mem_info", Call::MemInfo, 0, |s| {
+            let free = s.budget_bytes.saturating_sub(s.book.held_bytes());
+            Ok(MemInfo { free, total: s.budget_bytes })
+        })
     }
 
     fn synchronise(&self) -> Result<()> {
-        self.call("synchronise", |c| &mut c.synchronise, |_| Ok(()))
+        self.call("synchronise", Call::Synchronise, 0, |_| Ok(()))
     }
 }
