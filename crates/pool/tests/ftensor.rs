@@ -11,8 +11,8 @@ use kvcached_vmm::{Driver, FTensor, Geometry, Shape, Target};
 const PAGES: u64 = 6;
 
 fn ftensor(sim: &Arc<Sim>) -> Arc<FTensor> {
-    let shape = Shape { num_buffers: 4, block_bytes: 64 << 10, tokens_per_block: 16 };
-    let target = Target { granularity: 2 << 20, page_bytes: Some(2 << 20) };
+    let shape = Shape::new(4, 64 << 10, 16);
+    let target = Target { page_bytes: Some(2 << 20), ..Target::new(2 << 20) };
     let geometry = Geometry::solve(shape, target).unwrap();
     let num_blocks = PAGES * u64::from(geometry.blocks_per_page());
     let driver: Arc<dyn Driver> = sim.clone();

@@ -25,8 +25,9 @@ impl Geometry {
         page_bytes: Option<u64>,
         tokens_per_block: u32,
     ) -> PyResult<Self> {
-        let shape = Shape { num_buffers, block_bytes, tokens_per_block };
-        let inner = Inner::solve(shape, Target { granularity, page_bytes }).map_err(|e| e.raise(py))?;
+        let shape = Shape::new(num_buffers, block_bytes, tokens_per_block);
+        let inner = Inner::solve(shape, Target { page_bytes, ..Target::new(granularity) })
+            .map_err(|e| e.raise(py))?;
         Ok(Geometry { inner })
     }
 

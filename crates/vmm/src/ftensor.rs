@@ -130,7 +130,7 @@ impl FTensor {
     /// Buffer `i`: its first address, and its bytes (`id_space * block_bytes`), of which only those in mapped pages may be
     /// touched. None where there is no such buffer.
     pub fn buffer(&self, i: u32) -> Option<(usize, u64)> {
-        let offset = usize::try_from(self.geometry.buffer_offset(i)?).ok()?;
+        let offset = usize::try_from(self.geometry.buffer_offset(i, self.num_pages)?).ok()?;
         Some((self.base + offset, u64::from(self.id_space) * self.geometry.block_bytes()))
     }
 
@@ -396,8 +396,8 @@ mod tests {
     #[test]
     fn a_fork_leaves_everything_to_its_parent() {
         let sim = Sim::new();
-        let shape = Shape { num_buffers: 1, block_bytes: 2 << 20, tokens_per_block: 1 };
-        let geometry = Geometry::solve(shape, Target { granularity: 2 << 20, page_bytes: None }).unwrap();
+        let shape = Shape::new(1, 2 << 20, 1);
+        let geometry = Geometry::solve(shape, Target::new(2 << 20)).unwrap();
         let mut tensor = FTensor::reserve(sim.clone(), geometry, 1).unwrap();
         tensor.map(&[0]).unwrap();
         sim.heal();

@@ -28,4 +28,4 @@ pub use backends::{available, open};
 pub use driver::{Access, Device, DeviceNameError, Driver, DriverError, Handle, MemInfo};
 pub use error::{UnmapFailure, VmmError};
 pub use ftensor::{FTensor, live_ranges};
-pub use geometry::{Geometry, GeometryError, Shape, Target};
+pub use geometry::{Cell, Component, Geometry, GeometryError, Layout, Shape, Target};

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use kvcached_vmm::{Device, FTensor, Geometry, Shape, Target, VmmError, available, open};
 
 fn geometry(granularity: u64) -> Geometry {
-    let shape = Shape { num_buffers: 64, block_bytes: 32 << 10, tokens_per_block: 16 };
-    Geometry::solve(shape, Target { granularity, page_bytes: None }).unwrap()
+    let shape = Shape::new(64, 32 << 10, 16);
+    Geometry::solve(shape, Target::new(granularity)).unwrap()
 }
 
 #[test]
@@ -41,9 +41,8 @@ fn memory_is_taken_and_given_back() {
 #[ignore = "needs an NVIDIA GPU"]
 fn a_full_device_is_pressure_and_leaves_nothing() {
     let driver = open(Device::Cuda(0)).unwrap();
-    let shape = Shape { num_buffers: 1, block_bytes: 1 << 30, tokens_per_block: 16 };
-    let geometry =
-        Geometry::solve(shape, Target { granularity: driver.granularity(), page_bytes: None }).unwrap();
+    let shape = Shape::new(1, 1 << 30, 16);
+    let geometry = Geometry::solve(shape, Target::new(driver.granularity())).unwrap();
     let tensor = FTensor::reserve(driver.clone(), geometry, 4096).unwrap();
     let free = driver.mem_info().unwrap().free;
     let all: Vec<u32> = (0..4096).collect();

@@ -17,8 +17,8 @@ const PAGE: u64 = 2 << 20;
 const PAGES: u32 = 6;
 
 fn geometry() -> Geometry {
-    let shape = Shape { num_buffers: 4, block_bytes: 64 << 10, tokens_per_block: 16 };
-    let geometry = Geometry::solve(shape, Target { granularity: PAGE, page_bytes: Some(PAGE) }).unwrap();
+    let shape = Shape::new(4, 64 << 10, 16);
+    let geometry = Geometry::solve(shape, Target { page_bytes: Some(PAGE), ..Target::new(PAGE) }).unwrap();
     assert_eq!((geometry.page_bytes(), geometry.blocks_per_page()), (PAGE, 8));
     geometry
 }

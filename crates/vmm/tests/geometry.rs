@@ -16,8 +16,8 @@ fn solve(
     g: u64,
     page_bytes: Option<u64>,
 ) -> Result<Geometry, GeometryError> {
-    let shape = Shape { num_buffers, block_bytes, tokens_per_block: 16 };
-    Geometry::solve(shape, Target { granularity: g, page_bytes })
+    let shape = Shape::new(num_buffers, block_bytes, 16);
+    Geometry::solve(shape, Target { page_bytes, ..Target::new(g) })
 }
 
 #[test]
@@ -29,7 +29,7 @@ fn worked_examples() {
             32 * KIB,
             2 * MIB,
             None,
-            "page 16 MiB (nearest 16 MiB with at most 2 % padding): 64 buffers x 256 KiB chunk of 8 blocks (128 tokens), padding 0.0 %, 512 ids a page",
+            "page 16 MiB (nearest 16 MiB with at most 2 % padding): 64 buffers x 256 KiB chunk of 8 blocks (128 tokens), padding 0.0 %, 512 ids a page, chunked: 1 handle a page",
         ),
         // 61 layers of MLA: 4.7 % at 18 MiB, and 126 MiB is farther from 16 than 108.
         (
@@ -37,14 +37,14 @@ fn worked_examples() {
             73_728,
             2 * MIB,
             None,
-            "page 108 MiB (nearest 16 MiB with at most 2 % padding): 61 buffers x 1800 KiB chunk of 25 blocks (400 tokens), padding 0.7 %, 1536 ids a page",
+            "page 108 MiB (nearest 16 MiB with at most 2 % padding): 61 buffers x 1800 KiB chunk of 25 blocks (400 tokens), padding 0.7 %, 1536 ids a page, chunked: 1 handle a page",
         ),
         (
             61,
             73_728,
             2 * MIB,
             Some(16 * MIB),
-            "page 18 MiB (smallest of at least 16 MiB): 61 buffers x 288 KiB chunk of 4 blocks (64 tokens), padding 4.7 %, 256 ids a page",
+            "page 18 MiB (smallest of at least 16 MiB): 61 buffers x 288 KiB chunk of 4 blocks (64 tokens), padding 4.7 %, 256 ids a page, chunked: 1 handle a page",
         ),
         // The lcm alone is beyond 128 MiB.
         (
@@ -52,14 +52,14 @@ fn worked_examples() {
             14 * MIB,
             32 * MIB,
             None,
-            "page 224 MiB (smallest that holds a block of every buffer): 3 buffers x 70 MiB chunk of 5 blocks (80 tokens), padding 6.3 %, 16 ids a page",
+            "page 224 MiB (smallest that holds a block of every buffer): 3 buffers x 70 MiB chunk of 5 blocks (80 tokens), padding 6.3 %, 16 ids a page, chunked: 1 handle a page",
         ),
         (
             3,
             16 * MIB,
             32 * MIB,
             None,
-            "page 96 MiB (nearest 16 MiB with at most 2 % padding): 3 buffers x 32 MiB chunk of 2 blocks (32 tokens), padding 0.0 %, 6 ids a page",
+            "page 96 MiB (nearest 16 MiB with at most 2 % padding): 3 buffers x 32 MiB chunk of 2 blocks (32 tokens), padding 0.0 %, 6 ids a page, chunked: 1 handle a page",
         ),
         // 64, 96 and 128 MiB all waste more than 2 %.
         (
@@ -67,7 +67,7 @@ fn worked_examples() {
             8 * MIB,
             32 * MIB,
             None,
-            "page 128 MiB (least padding up to 128 MiB): 5 buffers x 24 MiB chunk of 3 blocks (48 tokens), padding 6.3 %, 16 ids a page",
+            "page 128 MiB (least padding up to 128 MiB): 5 buffers x 24 MiB chunk of 3 blocks (48 tokens), padding 6.3 %, 16 ids a page, chunked: 1 handle a page",
         ),
         // 12 and 20 MiB are equally near, and 16 wastes 3.3 %.
         (
@@ -75,7 +75,7 @@ fn worked_examples() {
             4 * KIB,
             4 * MIB,
             None,
-            "page 12 MiB (nearest 16 MiB with at most 2 % padding): 180 buffers x 68 KiB chunk of 17 blocks (272 tokens), padding 0.4 %, 3072 ids a page",
+            "page 12 MiB (nearest 16 MiB with at most 2 % padding): 180 buffers x 68 KiB chunk of 17 blocks (272 tokens), padding 0.4 %, 3072 ids a page, chunked: 1 handle a page",
         ),
         // Exactly 2 % is little enough.
         (
@@ -83,7 +83,7 @@ fn worked_examples() {
             32 * KIB,
             1600 * KIB,
             None,
-            "page 16000 KiB (nearest 16 MiB with at most 2 % padding): 49 buffers x 320 KiB chunk of 10 blocks (160 tokens), padding 2.0 %, 500 ids a page",
+            "page 16000 KiB (nearest 16 MiB with at most 2 % padding): 49 buffers x 320 KiB chunk of 10 blocks (160 tokens), padding 2.0 %, 500 ids a page, chunked: 1 handle a page",
         ),
         // A machine's own pages: 16 MiB itself fits.
         (
@@ -91,7 +91,7 @@ fn worked_examples() {
             4096,
             4096,
             None,
-            "page 16 MiB (nearest 16 MiB with at most 2 % padding): 4 buffers x 4 MiB chunk of 1024 blocks (16384 tokens), padding 0.0 %, 4096 ids a page",
+            "page 16 MiB (nearest 16 MiB with at most 2 % padding): 4 buffers x 4 MiB chunk of 1024 blocks (16384 tokens), padding 0.0 %, 4096 ids a page, chunked: 1 handle a page",
         ),
         // Asked for less than one block of every buffer.
         (
@@ -99,7 +99,7 @@ fn worked_examples() {
             MIB,
             2 * MIB,
             Some(2 * MIB),
-            "page 64 MiB (smallest of at least 2 MiB): 64 buffers x 1 MiB chunk of 1 blocks (16 tokens), padding 0.0 %, 64 ids a page",
+            "page 64 MiB (smallest of at least 2 MiB): 64 buffers x 1 MiB chunk of 1 blocks (16 tokens), padding 0.0 %, 64 ids a page, chunked: 1 handle a page",
         ),
     ];
     for (n, block, g, page, line) in cases {
@@ -117,7 +117,7 @@ fn the_first_example_in_numbers() {
     assert_eq!((geometry.id_space(9), geometry.range_bytes(9)), (Ok(1024), Ok(48 * MIB)));
     assert_eq!((geometry.block_id(0), geometry.block_id(7), geometry.block_id(8)), (Ok(0), Ok(7), Ok(512)));
     assert_eq!((geometry.index(7), geometry.index(8), geometry.index(512)), (Some(7), None, Some(8)));
-    assert_eq!((geometry.buffer_offset(63), geometry.buffer_offset(64)), (Some(63 * 256 * KIB), None));
+    assert_eq!((geometry.buffer_offset(63, 2), geometry.buffer_offset(64, 2)), (Some(63 * 256 * KIB), None));
     assert_eq!(
         (geometry.pages_of_row(7), geometry.pages_of_row(8), geometry.pages_of_row(1023)),
         (0..1, 0..2, 1..3)
@@ -131,8 +131,8 @@ fn what_cannot_be_laid_out_is_said() {
     assert_eq!(said(solve(1, 0, 1, None)), "block_bytes must be at least 1");
     assert_eq!(said(solve(1, 1, 0, None)), "granularity must be at least 1");
     assert_eq!(said(solve(1, 1, 1, Some(0))), "page_bytes must be at least 1");
-    let shape = Shape { num_buffers: 1, block_bytes: 1, tokens_per_block: 0 };
-    let zero = Geometry::solve(shape, Target { granularity: 1, page_bytes: None });
+    let shape = Shape::new(1, 1, 0);
+    let zero = Geometry::solve(shape, Target::new(1));
     assert_eq!(said(zero), "tokens_per_block must be at least 1");
     assert_eq!(
         said(solve(3, 512 * MIB, 2 * MIB, None)),
@@ -157,7 +157,7 @@ fn ids_end_where_int32_ends() {
     assert_eq!(geometry.id_space(most), Ok(262_143 * 512));
     assert_eq!(
         geometry.id_space(most + 1).unwrap_err().to_string(),
-        "2097145 blocks need 134217728 ids of 16 tokens, which do not fit int32: reserve at most 2097144 blocks, or choose a page with less padding (now 0.0 %)"
+        "2097145 blocks need 134217728 ids of 16 tokens, which do not fit int32: reserve at most 2097144 blocks, or choose a page with less padding (now 0.0 %); hint: Layout::PerLayer has dense ids"
     );
     assert!(matches!(geometry.num_pages(u64::MAX), Err(GeometryError::TooManyIds { .. })));
     assert!(matches!(geometry.range_bytes(u64::MAX), Err(GeometryError::TooManyIds { .. })));
@@ -236,7 +236,7 @@ proptest! {
             prop_assert!(id < geometry.id_space(blocks).unwrap());
             prop_assert_eq!(geometry.index(id), Some(index));
             for i in 0..geometry.num_buffers() {
-                let at = geometry.buffer_offset(i).unwrap() + u64::from(id) * block;
+                let at = geometry.buffer_offset(i, 1).unwrap() + u64::from(id) * block;
                 for byte in at..at + block {
                     prop_assert!(owned.insert(byte));
                     prop_assert_eq!(byte / page, index / u64::from(geometry.blocks_per_page()));
@@ -246,7 +246,7 @@ proptest! {
         let pages = u64::from(geometry.num_pages(blocks).unwrap());
         prop_assert!(owned.iter().all(|byte| *byte < pages * page));
         // Whole buffers, one after the other, end within the range.
-        let last = geometry.buffer_offset(geometry.num_buffers() - 1).unwrap();
+        let last = geometry.buffer_offset(geometry.num_buffers() - 1, 1).unwrap();
         let buffer_bytes = u64::from(geometry.id_space(blocks).unwrap()) * block;
         prop_assert!(last + buffer_bytes <= geometry.range_bytes(blocks).unwrap());
     }
@@ -255,7 +255,7 @@ proptest! {
     fn the_pages_of_a_row_are_those_of_its_bytes(geometry in tiny(), id in 0u32..100) {
         let mut touched = BTreeSet::new();
         for i in 0..geometry.num_buffers() {
-            let at = geometry.buffer_offset(i).unwrap() + u64::from(id) * geometry.block_bytes();
+            let at = geometry.buffer_offset(i, 1).unwrap() + u64::from(id) * geometry.block_bytes();
             touched.extend((at..at + geometry.block_bytes()).map(|byte| (byte / geometry.page_bytes()) as u32));
         }
         prop_assert_eq!(geometry.pages_of_row(id).collect::<BTreeSet<_>>(), touched);
@@ -265,8 +265,8 @@ proptest! {
     /// `id_space` refuses exactly what does not fit, and `max_blocks` is the border.
     #[test]
     fn int32_is_the_border((n, block, g) in shapes(), tokens in 1u32..5000, blocks in 1u64..1 << 33) {
-        let shape = Shape { num_buffers: n, block_bytes: block, tokens_per_block: tokens };
-        let Ok(geometry) = Geometry::solve(shape, Target { granularity: g, page_bytes: None }) else { return Ok(()) };
+        let shape = Shape::new(n, block, tokens);
+        let Ok(geometry) = Geometry::solve(shape, Target::new(g)) else { return Ok(()) };
         let pages = u128::from(blocks.div_ceil(geometry.blocks_per_page().into()));
         let ids = pages * u128::from(geometry.ids_per_page());
         match geometry.id_space(blocks) {
@@ -293,11 +293,11 @@ proptest! {
         page in proptest::option::of(any::<u64>()),
         (blocks, id) in (any::<u64>(), any::<u32>()),
     ) {
-        let shape = Shape { num_buffers: n, block_bytes: block >> small, tokens_per_block: tokens };
+        let shape = Shape::new(n, block >> small, tokens);
         for page_bytes in [page, page.map(|p| p >> 34), None] {
-            let Ok(geometry) = Geometry::solve(shape, Target { granularity: g, page_bytes }) else { continue };
+            let Ok(geometry) = Geometry::solve(shape, Target { page_bytes, ..Target::new(g) }) else { continue };
             let _ = (geometry.id_space(blocks), geometry.range_bytes(blocks), geometry.block_id(blocks));
-            let _ = (geometry.index(id), geometry.buffer_offset(id), geometry.explain());
+            let _ = (geometry.index(id), geometry.buffer_offset(id, id), geometry.explain());
             prop_assert!(!geometry.pages_of_row(id).is_empty());
         }
     }

@@ -14,8 +14,8 @@ const PAGE: u64 = 64 << 10;
 const M: u64 = 5; // blocks of every buffer in a page; one block of padding
 
 fn geometry() -> Geometry {
-    let shape = Shape { num_buffers: BUFFERS, block_bytes: BLOCK, tokens_per_block: 16 };
-    let geometry = Geometry::solve(shape, Target { granularity: 4096, page_bytes: Some(PAGE) }).unwrap();
+    let shape = Shape::new(BUFFERS, BLOCK, 16);
+    let geometry = Geometry::solve(shape, Target { page_bytes: Some(PAGE), ..Target::new(4096) }).unwrap();
     assert_eq!((geometry.page_bytes(), u64::from(geometry.blocks_per_page())), (PAGE, M));
     geometry
 }
@@ -171,9 +171,8 @@ fn a_budget_that_ends_within_a_call_undoes_it() {
 #[test]
 fn a_machine_size_range_costs_no_memory() {
     let host = host(1);
-    let shape = Shape { num_buffers: 64, block_bytes: 32 << 10, tokens_per_block: 16 };
-    let geometry =
-        Geometry::solve(shape, Target { granularity: host.granularity(), page_bytes: None }).unwrap();
+    let shape = Shape::new(64, 32 << 10, 16);
+    let geometry = Geometry::solve(shape, Target::new(host.granularity())).unwrap();
     let tensor = FTensor::reserve(host.clone(), geometry, 262_143 * 8).unwrap();
     assert_eq!(tensor.virtual_bytes(), 262_144 * (16 << 20)); // 4 TiB
     assert_eq!((tensor.mapped_bytes(), host.resident_bytes()), (0, Ok(0)));

@@ -7,8 +7,8 @@ use kvcached_vmm::{FTensor, Geometry, Shape, Target, live_ranges};
 
 #[test]
 fn ranges_are_counted_until_they_are_freed() {
-    let shape = Shape { num_buffers: 2, block_bytes: 1 << 20, tokens_per_block: 16 };
-    let geometry = Geometry::solve(shape, Target { granularity: 2 << 20, page_bytes: Some(1) }).unwrap();
+    let shape = Shape::new(2, 1 << 20, 16);
+    let geometry = Geometry::solve(shape, Target { page_bytes: Some(1), ..Target::new(2 << 20) }).unwrap();
     let sim = Sim::new();
     let reserve = || FTensor::reserve(sim.clone(), geometry, 8);
     assert_eq!(live_ranges(), 0);
