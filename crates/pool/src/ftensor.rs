@@ -24,9 +24,10 @@ impl Mapper for FTensor {
             let (quarantined, still_mapped) = match &error {
                 VmmError::Unmap(report) => (report.quarantined.clone(), report.still_mapped.clone()),
                 // Somebody else unmapped or lost it. Nothing was changed, and that page is not trusted again.
-                VmmError::NotMapped { page }
-                | VmmError::InQuarantine { page }
-                | VmmError::PageOutOfRange { page, .. } => (vec![*page], without(pages, *page)),
+                VmmError::NotMapped { pages: absent } => (absent.clone(), without(pages, absent)),
+                VmmError::InQuarantine { page } | VmmError::PageOutOfRange { page, .. } => {
+                    (vec![*page], without(pages, &[*page]))
+                }
                 _ => (vec![], pages.to_vec()),
             };
             UnmapFailure { quarantined, still_mapped, source: error.into() }
@@ -50,6 +51,6 @@ impl Mapper for FTensor {
     }
 }
 
-fn without(pages: &[u32], lost: u32) -> Vec<u32> {
-    pages.iter().copied().filter(|page| *page != lost).collect()
+fn without(pages: &[u32], lost: &[u32]) -> Vec<u32> {
+    pages.iter().copied().filter(|page| !lost.contains(page)).collect()
 }

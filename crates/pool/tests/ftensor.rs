@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvcached_control::{InstanceRecord, Listed, list};
 use kvcached_pool::{Layout, NoMeter, PageOrder, Pool, PoolConfig, PoolError};
 use kvcached_vmm::sim::Sim;
-use kvcached_vmm::{Driver, FTensor, Geometry, Shape, Target};
+use kvcached_vmm::{Driver, FTensor, Geometry, Options, Shape, Target};
 
 const PAGES: u64 = 6;
 
@@ -16,7 +16,7 @@ fn ftensor(sim: &Arc<Sim>) -> Arc<FTensor> {
     let geometry = Geometry::solve(shape, target).unwrap();
     let num_blocks = PAGES * u64::from(geometry.blocks_per_page());
     let driver: Arc<dyn Driver> = sim.clone();
-    Arc::new(FTensor::reserve(driver, geometry, num_blocks).unwrap())
+    Arc::new(FTensor::reserve(driver, geometry, num_blocks, Options::default()).unwrap())
 }
 
 fn config(ftensor: &FTensor) -> PoolConfig {

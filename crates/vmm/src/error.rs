@@ -3,6 +3,7 @@
 use thiserror::Error;
 
 use crate::driver::DriverError;
+use crate::ftensor::{TransactionError, TransactionId};
 use crate::geometry::GeometryError;
 
 /// Why an [`FTensor`](crate::FTensor) call failed. Each variant says what the call left behind.
@@ -44,11 +45,11 @@ pub enum VmmError {
         /// The page.
         page: u32,
     },
-    /// A page to unmap is not mapped. Nothing was changed.
-    #[error("page {page} is not mapped")]
+    /// Pages to unmap are not mapped. Nothing was changed.
+    #[error("pages {pages:?} are not mapped")]
     NotMapped {
-        /// The page.
-        page: u32,
+        /// All of them, in the order given.
+        pages: Vec<u32>,
     },
     /// The range has no such page. Nothing was changed.
     #[error("page {page} is outside the range of {num_pages} pages")]
@@ -64,12 +65,45 @@ pub enum VmmError {
         /// The page.
         page: u32,
     },
+    /// The page is unmapped by a transaction that is not decided. Nothing was changed.
+    #[error("page {page} belongs to a transaction that is not decided")]
+    InTransaction {
+        /// The page.
+        page: u32,
+    },
+    /// A step of a transaction may not follow what came before. Nothing was changed.
+    #[error(transparent)]
+    Transaction(#[from] TransactionError),
+    /// The transaction is committed and its pages are unbacked, but memory of theirs could not be released. Ask for the
+    /// commit again.
+    #[error(
+        "transaction {id} is committed, but {bytes} bytes could not be released: {source}; commit it again"
+    )]
+    CommitUnfinished {
+        /// The transaction.
+        id: TransactionId,
+        /// What is left to release.
+        bytes: u64,
+        /// The first failure.
+        source: DriverError,
+    },
+    /// The transaction is aborted, but these pages could not be mapped back: their content is gone, and they are quarantined.
+    #[error("transaction {id} is aborted, but pages {pages:?} are quarantined: {source}")]
+    AbortLost {
+        /// The transaction.
+        id: TransactionId,
+        /// The pages lost, ascending.
+        pages: Vec<u32>,
+        /// The first failure.
+        source: DriverError,
+    },
     /// The geometry does not fit.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
 }
 
-/// Where every page of a failed [`unmap`](crate::FTensor::unmap) stands. The three lists make up the call's pages.
+/// Where every page of a failed [`unmap`](crate::FTensor::unmap) or [`prepare_unmap`](crate::FTensor::prepare_unmap) stands.
+/// The first three lists make up the call's pages.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "unmapped {unmapped:?}, quarantined {quarantined:?}, still mapped {still_mapped:?}, memory not given back of {leaked:?}: {source}"
@@ -79,7 +113,7 @@ pub struct UnmapFailure {
     pub unmapped: Vec<u32>,
     /// Their unmap failed: never used again.
     pub quarantined: Vec<u32>,
-    /// Not tried: mapped and intact.
+    /// Mapped still. After a failed `unmap` their content may be gone.
     pub still_mapped: Vec<u32>,
     /// Those of `unmapped` whose memory could not be released; that is tried again when the range is dropped.
     pub leaked: Vec<u32>,

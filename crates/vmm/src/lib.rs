@@ -27,5 +27,5 @@ pub mod sim;
 pub use backends::{available, open};
 pub use driver::{Access, Device, DeviceNameError, Driver, DriverError, Handle, MemInfo};
 pub use error::{UnmapFailure, VmmError};
-pub use ftensor::{FTensor, live_ranges};
+pub use ftensor::{FTensor, Options, Outcome, TransactionError, TransactionId, Unbacked, live_ranges};
 pub use geometry::{Cell, Component, Geometry, GeometryError, Layout, Shape, Target};

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use kvcached_vmm::{Device, FTensor, Geometry, Shape, Target, VmmError, available, open};
+use kvcached_vmm::{Device, FTensor, Geometry, Options, Shape, Target, VmmError, available, open};
 
 fn geometry(granularity: u64) -> Geometry {
     let shape = Shape::new(64, 32 << 10, 16);
@@ -20,7 +20,7 @@ fn memory_is_taken_and_given_back() {
     assert_eq!(driver.device(), Device::Cuda(0));
     let geometry = geometry(driver.granularity());
     let page = geometry.page_bytes();
-    let tensor = FTensor::reserve(driver.clone(), geometry, 262_143 * 8).unwrap();
+    let tensor = FTensor::reserve(driver.clone(), geometry, 262_143 * 8, Options::default()).unwrap();
 
     let free = driver.mem_info().unwrap().free;
     let pages: Vec<u32> = (0..32).map(|p| p * 8191).collect();
@@ -43,7 +43,7 @@ fn a_full_device_is_pressure_and_leaves_nothing() {
     let driver = open(Device::Cuda(0)).unwrap();
     let shape = Shape::new(1, 1 << 30, 16);
     let geometry = Geometry::solve(shape, Target::new(driver.granularity())).unwrap();
-    let tensor = FTensor::reserve(driver.clone(), geometry, 4096).unwrap();
+    let tensor = FTensor::reserve(driver.clone(), geometry, 4096, Options::default()).unwrap();
     let free = driver.mem_info().unwrap().free;
     let all: Vec<u32> = (0..4096).collect();
     let error = tensor.map(&all).unwrap_err();

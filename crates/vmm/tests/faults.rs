@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use kvcached_vmm::sim::Sim;
 use kvcached_vmm::{
-    Access, Device, Driver, DriverError, FTensor, Geometry, Handle, MemInfo, Shape, Target, UnmapFailure,
-    VmmError,
+    Access, Device, Driver, DriverError, FTensor, Geometry, Handle, MemInfo, Options, Shape, Target,
+    UnmapFailure, VmmError,
 };
 use proptest::prelude::*;
 
@@ -25,7 +25,7 @@ fn geometry() -> Geometry {
 
 fn tensor(driver: &Arc<Sim>) -> Result<FTensor, VmmError> {
     let driver: Arc<dyn Driver> = driver.clone();
-    FTensor::reserve(driver, geometry(), 8 * u64::from(PAGES))
+    FTensor::reserve(driver, geometry(), 8 * u64::from(PAGES), Options::default())
 }
 
 #[derive(Debug, Clone)]
@@ -135,6 +135,8 @@ impl Model {
                 leaked.push(*page);
             }
         }
+        // What earlier calls could not release is tried again.
+        self.leaked = (0..self.leaked).filter(|_| !next()).count();
         self.mapped.retain(|p| !unmapped.contains(p) && !quarantined.contains(p));
         self.quarantined.extend(&quarantined);
         self.in_doubt.extend(&quarantined);
@@ -229,8 +231,9 @@ fn step(op: &Op, tensor: &FTensor, model: &mut Model, plan: Plan, call: &mut u32
             (got, expected) => panic!("{op:?} under {plan:?}: {got:?}, not {expected:?}"),
         },
         Unmap(_) => {
-            if let Some(page) = pages.iter().copied().find(|p| !model.mapped.contains(p)) {
-                assert_eq!(tensor.unmap(pages), Err(VmmError::NotMapped { page }));
+            let absent: Vec<u32> = pages.iter().copied().filter(|p| !model.mapped.contains(p)).collect();
+            if !absent.is_empty() {
+                assert_eq!(tensor.unmap(pages), Err(VmmError::NotMapped { pages: absent }));
                 return;
             }
             match (tensor.unmap(pages), model.unmap(pages, plan, call)) {
@@ -245,30 +248,33 @@ fn step(op: &Op, tensor: &FTensor, model: &mut Model, plan: Plan, call: &mut u32
     }
 }
 
-/// The contract of drop: synchronise, unmap, release, free.
+/// The contract of drop: synchronise, unmap, release, free; what fails is tried again, twice.
 fn check_dropped(sim: &Sim, base: usize, model: &Model, plan: Plan, mut call: u32) {
     let mut next = || {
         call += 1;
         !plan.fails(call)
     };
-    let mut handles = model.mapped.len() + model.quarantined.len() + model.leaked;
     let mut on_device = model.on_device();
-    let mut ranges = 1;
-    if next() {
-        for page in &model.mapped {
-            if next() {
-                on_device.remove(page);
-            }
+    // Memory of what is a hole for certain: also what failed to be released before.
+    let mut loose = model.mapped.len() + model.quarantined.len() + model.leaked - on_device.len();
+    let (mut ranges, mut synchronised) = (1, false);
+    for _ in 0..3 {
+        synchronised = synchronised || next();
+        if !synchronised {
+            continue;
         }
-        // What is a hole for certain has its memory released: also what failed to be before.
-        let releasable = handles - on_device.len();
-        for _ in 0..releasable {
-            handles -= usize::from(next());
-        }
-        if on_device.is_empty() && next() {
+        let before = on_device.len();
+        on_device.retain(|_| !next());
+        loose += before - on_device.len();
+        loose = (0..loose).filter(|_| !next()).count();
+        if on_device.is_empty() && loose == 0 && next() {
             ranges = 0;
+            break;
         }
     }
+    let handles = on_device.len() + loose;
+    let single = matches!(plan, Plan::At(k, l) if k == l || k == 0);
+    assert!(!single || (ranges, handles) == (0, 0), "one failure leaves something behind: {plan:?}");
     assert_eq!(sim.calls().total(), call, "calls of drop under {plan:?}");
     let expected: Vec<_> = on_device.iter().map(|p| (at(base, *p), PAGE)).collect();
     assert_eq!(sim.mappings(), expected);
@@ -336,7 +342,7 @@ fn a_refused_call_changes_nothing() {
     let outside = VmmError::PageOutOfRange { page: PAGES, num_pages: PAGES };
     assert_eq!(tensor.map(&[2, PAGES]), Err(outside.clone()));
     assert_eq!(tensor.unmap(&[0, PAGES]), Err(outside));
-    assert_eq!(tensor.unmap(&[0, 2]), Err(VmmError::NotMapped { page: 2 }));
+    assert_eq!(tensor.unmap(&[0, 2]), Err(VmmError::NotMapped { pages: vec![2] }));
     assert_eq!(sim.calls().total(), 0);
     assert_eq!(tensor.mapped_pages(), [0, 1]);
     // Nothing stayed claimed.
@@ -365,12 +371,18 @@ fn a_range_that_does_not_suit_is_refused() {
     let sim: Arc<dyn Driver> = Sim::with(3 << 20, 1 << 40);
     let said = |r: Result<FTensor, VmmError>| r.unwrap_err().to_string();
     assert_eq!(
-        said(FTensor::reserve(sim, geometry(), 8)),
+        said(FTensor::reserve(sim, geometry(), 8, Options::default())),
         "a page of 2 MiB is not a multiple of the device's granularity of 3 MiB: solve for this device"
     );
     let sim = Sim::new();
-    assert_eq!(said(FTensor::reserve(sim.clone(), geometry(), 0)), "num_blocks must be at least 1");
-    assert!(said(FTensor::reserve(sim.clone(), geometry(), 1 << 40)).contains("reserve at most"));
+    assert_eq!(
+        said(FTensor::reserve(sim.clone(), geometry(), 0, Options::default())),
+        "num_blocks must be at least 1"
+    );
+    assert!(
+        said(FTensor::reserve(sim.clone(), geometry(), 1 << 40, Options::default()))
+            .contains("reserve at most")
+    );
     assert_eq!(sim.calls().total(), 0);
 }
 
@@ -477,7 +489,7 @@ fn meanwhile(tensor: &Weak<FTensor>, claimed: u32, other: u32) -> Option<Seen> {
 fn no_lock_is_held_across_a_driver_call_and_a_page_in_transition_is_refused() {
     let sim = Sim::new();
     let peek = Arc::new(Peek { sim: sim.clone(), look: Mutex::new(None) });
-    let tensor = Arc::new(FTensor::reserve(peek.clone(), geometry(), 48).unwrap());
+    let tensor = Arc::new(FTensor::reserve(peek.clone(), geometry(), 48, Options::default()).unwrap());
     let (send, receive) = mpsc::channel();
     let look_in = |other| {
         let (weak, send) = (Arc::downgrade(&tensor), send.clone());

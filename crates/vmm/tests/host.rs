@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvcached_vmm::host::Host;
 use kvcached_vmm::sim::Faulty;
-use kvcached_vmm::{Driver, DriverError, FTensor, Geometry, MemInfo, Shape, Target, VmmError};
+use kvcached_vmm::{Driver, DriverError, FTensor, Geometry, MemInfo, Options, Shape, Target, VmmError};
 
 const BUFFERS: u32 = 3;
 const BLOCK: u64 = 4096;
@@ -27,7 +27,7 @@ fn host(pages: u64) -> Arc<Host> {
 }
 
 fn tensor(driver: Arc<dyn Driver>, pages: u64) -> FTensor {
-    FTensor::reserve(driver, geometry(), pages * M).unwrap()
+    FTensor::reserve(driver, geometry(), pages * M, Options::default()).unwrap()
 }
 
 /// Every byte range that belongs to a block of `page`: buffer, block index, address.
@@ -173,7 +173,7 @@ fn a_machine_size_range_costs_no_memory() {
     let host = host(1);
     let shape = Shape::new(64, 32 << 10, 16);
     let geometry = Geometry::solve(shape, Target::new(host.granularity())).unwrap();
-    let tensor = FTensor::reserve(host.clone(), geometry, 262_143 * 8).unwrap();
+    let tensor = FTensor::reserve(host.clone(), geometry, 262_143 * 8, Options::default()).unwrap();
     assert_eq!(tensor.virtual_bytes(), 262_144 * (16 << 20)); // 4 TiB
     assert_eq!((tensor.mapped_bytes(), host.resident_bytes()), (0, Ok(0)));
 }
@@ -183,7 +183,7 @@ fn scenario(fail_at: u32) -> u32 {
     let host = host(8);
     let driver = Faulty::new(host.clone());
     driver.fail_each(&[fail_at]);
-    let Ok(tensor) = FTensor::reserve(driver.clone(), geometry(), 8 * M) else {
+    let Ok(tensor) = FTensor::reserve(driver.clone(), geometry(), 8 * M, Options::default()) else {
         assert_eq!((fail_at, host.mem_info().unwrap().free), (1, 8 * PAGE));
         return 1;
     };
