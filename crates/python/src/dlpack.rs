@@ -91,8 +91,8 @@ impl Managed for Versioned {
 #[repr(C)]
 struct Export<M> {
     managed: M, // first: the consumer's pointer to M is a pointer to the Export
-    shape: [i64; 1],
-    strides: [i64; 1],
+    shape: Box<[i64]>,
+    strides: Box<[i64]>,
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
@@ -119,10 +119,11 @@ unsafe extern "C" fn capsule_gone<M: Managed>(capsule: *mut ffi::PyObject) {
 fn into_capsule<M: Managed>(
     py: Python<'_>,
     tensor: Tensor,
-    nbytes: i64,
+    shape: Box<[i64]>,
+    strides: Box<[i64]>,
     keep: Arc<dyn Any + Send + Sync>,
 ) -> PyResult<Py<PyAny>> {
-    let mut export = Box::new(Export { managed: M::new(tensor), shape: [nbytes], strides: [1], _keep: keep });
+    let mut export = Box::new(Export { managed: M::new(tensor), shape, strides, _keep: keep });
     let (shape, strides) = (export.shape.as_mut_ptr(), export.strides.as_mut_ptr());
     let tensor = export.managed.tensor();
     (tensor.shape, tensor.strides) = (shape, strides);
@@ -138,28 +139,33 @@ fn into_capsule<M: Managed>(
     }
 }
 
-/// A 1-D int8 tensor of `nbytes` bytes at `address` on `device` (kind, ordinal), keeping `keep` alive.
+/// An int8 tensor of this shape and these strides, in elements, at `address` on `device` (kind, ordinal), keeping `keep`
+/// alive.
 pub fn bytes(
     py: Python<'_>,
     address: usize,
-    nbytes: usize,
+    (shape, strides): (&[u64], &[u64]),
     (kind, id): (i32, i32),
     versioned: bool,
     keep: Arc<dyn Any + Send + Sync>,
 ) -> PyResult<Py<PyAny>> {
-    let nbytes = i64::try_from(nbytes).map_err(|_| PyBufferError::new_err("too long for DLPack"))?;
+    let signed = |numbers: &[u64]| {
+        let numbers: Result<Box<[i64]>, _> = numbers.iter().map(|n| i64::try_from(*n)).collect();
+        numbers.map_err(|_| PyBufferError::new_err("too long for DLPack"))
+    };
+    let (shape, strides) = (signed(shape)?, signed(strides)?);
     let tensor = Tensor {
         data: std::ptr::with_exposed_provenance_mut(address),
         device: Device { kind, id },
-        ndim: 1,
+        ndim: shape.len() as i32,
         dtype: INT8,
         shape: std::ptr::null_mut(),
         strides: std::ptr::null_mut(),
         byte_offset: 0,
     };
     if versioned {
-        into_capsule::<Versioned>(py, tensor, nbytes, keep)
+        into_capsule::<Versioned>(py, tensor, shape, strides, keep)
     } else {
-        into_capsule::<Legacy>(py, tensor, nbytes, keep)
+        into_capsule::<Legacy>(py, tensor, shape, strides, keep)
     }
 }

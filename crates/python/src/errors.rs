@@ -156,12 +156,16 @@ impl Raise for VmmError {
             VmmError::Driver {
                 source: DriverError::NoDriver { .. } | DriverError::NoSymbol { .. }, ..
             } => raise(py, UNAVAILABLE, message),
-            VmmError::Driver { .. } => raise(py, DRIVER, message),
+            VmmError::Driver { .. } | VmmError::CommitUnfinished { .. } => raise(py, DRIVER, message),
             VmmError::OutOfMemory { .. } => raise(py, EXHAUSTED, message),
-            VmmError::Quarantined { .. } | VmmError::Unmap(_) | VmmError::InQuarantine { .. } => {
-                raise(py, QUARANTINED, message)
-            }
-            VmmError::NotMapped { .. } | VmmError::InTransition { .. } => raise(py, CONSISTENCY, message),
+            VmmError::Quarantined { .. }
+            | VmmError::Unmap(_)
+            | VmmError::InQuarantine { .. }
+            | VmmError::AbortLost { .. } => raise(py, QUARANTINED, message),
+            VmmError::NotMapped { .. }
+            | VmmError::InTransition { .. }
+            | VmmError::InTransaction { .. }
+            | VmmError::Transaction(_) => raise(py, CONSISTENCY, message),
             VmmError::PageOutOfRange { .. } => PyValueError::new_err(message),
             VmmError::Geometry(error) => error.raise(py),
             _ => raise(py, ERROR, message),
@@ -173,6 +177,11 @@ impl Raise for BlockError {
     fn raise(self, py: Python<'_>) -> PyErr {
         raise(py, BLOCK, self.to_string())
     }
+}
+
+/// An argument that cannot be used; `message` says what would be.
+pub fn config(py: Python<'_>, message: String) -> PyErr {
+    raise(py, CONFIG, message)
 }
 
 /// No block has this id.

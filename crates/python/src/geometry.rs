@@ -1,6 +1,6 @@
 //! `Geometry`.
 
-use kvcached_vmm::{Geometry as Inner, Shape, Target};
+use kvcached_vmm::{Cell, Component, Geometry as Inner, Layout, Shape, Target};
 use pyo3::prelude::*;
 use pyo3::types::PyRange;
 
@@ -16,7 +16,11 @@ pub struct Geometry {
 #[pymethods]
 impl Geometry {
     #[staticmethod]
-    #[pyo3(signature = (num_buffers, block_bytes, granularity, *, page_bytes = None, tokens_per_block = 1))]
+    #[pyo3(signature = (
+        num_buffers, block_bytes, granularity, *, page_bytes = None, tokens_per_block = 1, layout = "chunked",
+        num_blocks = None, waste_permille = 20, cell_align = None,
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn solve(
         py: Python<'_>,
         num_buffers: u32,
@@ -24,11 +28,52 @@ impl Geometry {
         granularity: u64,
         page_bytes: Option<u64>,
         tokens_per_block: u32,
+        layout: &str,
+        num_blocks: Option<u64>,
+        waste_permille: u32,
+        cell_align: Option<u64>,
     ) -> PyResult<Self> {
-        let shape = Shape::new(num_buffers, block_bytes, tokens_per_block);
-        let inner = Inner::solve(shape, Target { page_bytes, ..Target::new(granularity) })
-            .map_err(|e| e.raise(py))?;
+        let layout = match layout {
+            "chunked" => Layout::Chunked,
+            "per-layer" => Layout::PerLayer,
+            _ => {
+                let why = format!("layout={layout:?}: use \"chunked\" or \"per-layer\"");
+                return Err(crate::errors::config(py, why));
+            }
+        };
+        let shape = Shape { cell_align, ..Shape::new(num_buffers, block_bytes, tokens_per_block) };
+        let target = Target { page_bytes, layout, num_blocks, waste_permille, ..Target::new(granularity) };
+        let inner = Inner::solve(shape, target).map_err(|e| e.raise(py))?;
         Ok(Geometry { inner })
+    }
+
+    /// A super-cell: where its components lie in it, its bytes and its alignment.
+    #[staticmethod]
+    fn pack_cell(py: Python<'_>, components: Vec<(u64, u64)>) -> PyResult<(Vec<u64>, u64, u64)> {
+        let components: Vec<_> =
+            components.into_iter().map(|(bytes, align)| Component { bytes, align }).collect();
+        let cell = Cell::pack(&components).map_err(|e| e.raise(py))?;
+        Ok((cell.offsets().to_vec(), cell.bytes(), cell.align()))
+    }
+
+    #[getter]
+    fn layout(&self) -> String {
+        self.inner.layout().to_string()
+    }
+
+    #[getter]
+    fn content_bytes(&self) -> u64 {
+        self.inner.content_bytes()
+    }
+
+    #[getter]
+    fn runs_per_page(&self) -> u32 {
+        self.inner.runs_per_page()
+    }
+
+    #[getter]
+    fn run_bytes(&self) -> u64 {
+        self.inner.run_bytes()
     }
 
     #[getter]

@@ -3,9 +3,10 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use kvcached_vmm::{Device, FTensor as Inner, VmmError};
+use kvcached_vmm::{Device, FTensor as Inner, Options, Unbacked, VmmError};
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::dlpack;
 use crate::errors::Raise;
@@ -25,13 +26,30 @@ pub struct FTensor {
 #[pymethods]
 impl FTensor {
     #[new]
-    fn new(py: Python<'_>, device: &str, geometry: &Geometry, num_blocks: u64) -> PyResult<Self> {
+    #[pyo3(signature = (device, geometry, num_blocks, *, unbacked = "hole", cache_bytes = 0))]
+    fn new(
+        py: Python<'_>,
+        device: &str,
+        geometry: &Geometry,
+        num_blocks: u64,
+        unbacked: &str,
+        cache_bytes: u64,
+    ) -> PyResult<Self> {
         let device = parse_device(py, device)?;
         let geometry = geometry.inner;
+        let unbacked = match unbacked {
+            "hole" => Unbacked::Hole,
+            "zero" => Unbacked::Zero,
+            _ => {
+                let why = format!("unbacked={unbacked:?}: use \"hole\" or \"zero\"");
+                return Err(crate::errors::config(py, why));
+            }
+        };
+        let options = Options { unbacked, cache_bytes };
         let reserve = || {
             let driver =
                 kvcached_vmm::open(device).map_err(|source| VmmError::Driver { page: None, source })?;
-            Inner::reserve(driver, geometry, num_blocks)
+            Inner::reserve(driver, geometry, num_blocks, options)
         };
         let inner = py.detach(reserve).map_err(|e| e.raise(py))?;
         Ok(FTensor { inner: Arc::new(inner) })
@@ -72,6 +90,39 @@ impl FTensor {
         self.inner.mapped_bytes()
     }
 
+    #[getter]
+    fn unbacked(&self) -> &'static str {
+        match self.inner.unbacked() {
+            Unbacked::Hole => "hole",
+            Unbacked::Zero => "zero",
+        }
+    }
+
+    #[getter]
+    fn cached_bytes(&self) -> u64 {
+        self.inner.cached_bytes()
+    }
+
+    #[getter]
+    fn leaked_bytes(&self) -> u64 {
+        self.inner.leaked_bytes()
+    }
+
+    #[getter]
+    fn retained_bytes(&self) -> u64 {
+        self.inner.retained_bytes()
+    }
+
+    #[getter]
+    fn zero_bytes(&self) -> u64 {
+        self.inner.zero_bytes()
+    }
+
+    #[getter]
+    fn pending_transaction(&self) -> Option<u64> {
+        self.inner.pending_transaction()
+    }
+
     fn mapped_pages(&self) -> Vec<u32> {
         self.inner.mapped_pages()
     }
@@ -81,15 +132,25 @@ impl FTensor {
     }
 
     fn buffers(&self) -> Vec<Buffer> {
-        let count = self.inner.geometry().num_buffers();
-        (0..count)
-            .filter_map(|i| self.inner.buffer(i))
-            .map(|(address, bytes)| Buffer {
-                tensor: Arc::clone(&self.inner),
-                address,
-                nbytes: bytes as usize,
-            })
-            .collect()
+        let buffers = (0..self.inner.geometry().num_buffers()).filter_map(|i| self.inner.buffer(i));
+        buffers.map(|(address, bytes)| self.view(address, vec![bytes], vec![1])).collect()
+    }
+
+    fn component(&self, py: Python<'_>, buffer: u32, offset: u64, nbytes: u64) -> PyResult<Buffer> {
+        let (address, _) = self.place(py, buffer)?;
+        let stride = self.inner.geometry().block_bytes();
+        if nbytes == 0 || offset.checked_add(nbytes).is_none_or(|end| end > stride) {
+            let why = format!("bytes {offset} to {offset} + {nbytes} are not within a block of {stride}");
+            return Err(crate::errors::config(py, why));
+        }
+        let rows = self.inner.id_space().into();
+        Ok(self.view(address + offset as usize, vec![rows, nbytes], vec![stride, 1]))
+    }
+
+    fn halves(&self, py: Python<'_>, buffer: u32) -> PyResult<Buffer> {
+        let (address, bytes) = self.place(py, buffer)?;
+        self.place(py, buffer.saturating_add(1))?;
+        Ok(self.view(address, vec![2, bytes], vec![self.inner.buffer_stride(), 1]))
     }
 
     fn map(&self, py: Python<'_>, pages: Vec<u32>) -> PyResult<Vec<u32>> {
@@ -100,17 +161,49 @@ impl FTensor {
         py.detach(|| self.inner.unmap(&pages)).map_err(|e| e.raise(py))
     }
 
+    fn prepare_unmap(&self, py: Python<'_>, transaction: u64, pages: Vec<u32>) -> PyResult<()> {
+        py.detach(|| self.inner.prepare_unmap(transaction, &pages)).map_err(|e| e.raise(py))
+    }
+
+    fn commit_unmap(&self, py: Python<'_>, transaction: u64) -> PyResult<()> {
+        py.detach(|| self.inner.commit_unmap(transaction)).map_err(|e| e.raise(py))
+    }
+
+    fn abort_unmap(&self, py: Python<'_>, transaction: u64) -> PyResult<()> {
+        py.detach(|| self.inner.abort_unmap(transaction)).map_err(|e| e.raise(py))
+    }
+
+    fn trim(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| self.inner.trim()).map_err(|e| e.raise(py))
+    }
+
     fn synchronise(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.synchronise()).map_err(|e| e.raise(py))
     }
 }
 
-/// One buffer of an `FTensor`: a 1-D int8 DLPack exporter that keeps the range alive.
+impl FTensor {
+    fn view(&self, address: usize, shape: Vec<u64>, strides: Vec<u64>) -> Buffer {
+        Buffer { tensor: Arc::clone(&self.inner), address, shape, strides }
+    }
+
+    /// Where a buffer lies, and its bytes.
+    fn place(&self, py: Python<'_>, buffer: u32) -> PyResult<(usize, u64)> {
+        let count = self.inner.geometry().num_buffers();
+        self.inner.buffer(buffer).ok_or_else(|| {
+            crate::errors::config(py, format!("there is no buffer {buffer}: the group has {count}, from 0"))
+        })
+    }
+}
+
+/// Bytes of an `FTensor` as one tensor: an int8 DLPack exporter that keeps the range alive.
 #[pyclass(frozen, module = "kvcached._core")]
 pub struct Buffer {
     tensor: Arc<Inner>,
     address: usize,
-    nbytes: usize,
+    shape: Vec<u64>,
+    /// Elements, which are bytes.
+    strides: Vec<u64>,
 }
 
 #[pymethods]
@@ -121,8 +214,18 @@ impl Buffer {
     }
 
     #[getter]
-    fn nbytes(&self) -> usize {
-        self.nbytes
+    fn nbytes(&self) -> u64 {
+        self.shape.iter().product()
+    }
+
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    #[getter]
+    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.strides)
     }
 
     #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
@@ -146,7 +249,7 @@ impl Buffer {
         }
         let versioned = max_version.is_some_and(|version| version.0 >= 1);
         let keep: Arc<dyn Any + Send + Sync> = Arc::clone(&self.tensor) as _;
-        dlpack::bytes(py, self.address, self.nbytes, device, versioned, keep)
+        dlpack::bytes(py, self.address, (&self.shape, &self.strides), device, versioned, keep)
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {

@@ -115,6 +115,10 @@ impl Book {
         Ok(())
     }
 
+    pub fn is_shared(&self, handle: Handle) -> bool {
+        self.handles.get(&handle).is_some_and(|held| held.shared)
+    }
+
     pub fn add_mapping(
         &mut self,
         call: &'static str,
@@ -152,8 +156,7 @@ impl Book {
     /// Whether a mapping may be opened so.
     pub fn check_access(&self, call: &'static str, address: usize, bytes: u64, access: Access) -> Result<()> {
         let handle = self.check_mapping(call, address, bytes)?;
-        let shared = self.handles.get(&handle).is_some_and(|held| held.shared);
-        if shared && access == Access::ReadWrite {
+        if self.is_shared(handle) && access == Access::ReadWrite {
             return misuse(call, format_args!("handle {:#x} is shared: it is for reading", handle.raw()));
         }
         Ok(())

@@ -296,7 +296,7 @@ fn every_scenario_under_every_failing_call() {
             leaked += usize::from(model.leaked > 0);
         }
     }
-    assert!(quarantined > 100 && leaked > 100, "the faults reach too little: {quarantined}, {leaked}");
+    assert!(quarantined > 100 && leaked > 50, "the faults reach too little: {quarantined}, {leaked}");
 }
 
 #[test]
