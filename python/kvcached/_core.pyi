@@ -32,18 +32,44 @@ class Geometry:
         *,
         page_bytes: int | None = None,
         tokens_per_block: int = 1,
+        layout: str = "chunked",
+        num_blocks: int | None = None,
+        waste_permille: int = 20,
+        cell_align: int | None = None,
     ) -> Geometry:
         """Choose a page for `num_buffers` buffers of `block_bytes` blocks.
 
-        `page_bytes` None: the candidate nearest 16 MiB whose padding is at most 2 %, else the least padding up to 128 MiB.
-        A given `page_bytes` is taken as a target of at least that many bytes. Raises `GeometryError`.
+        `page_bytes` None: the candidate nearest 16 MiB whose padding is at most `waste_permille`, else the least padding up to
+        128 MiB. A given `page_bytes` is taken as a target of at least that many bytes. `layout` "chunked": one handle a page,
+        sparse ids; "per-layer": one handle a buffer and page, dense ids. `num_blocks`: a capacity whose ids and slots must fit
+        int32. `cell_align`: the block is a super-cell (`pack_cell`), whose stride may be padded to multiples of so many bytes.
+        Raises `GeometryError`.
         """
+    @staticmethod
+    def pack_cell(components: Sequence[tuple[int, int]]) -> tuple[list[int], int, int]:
+        """A super-cell of components, (bytes, alignment) each: the offsets at which they lie in it, its bytes and its
+        alignment. Raises `GeometryError`.
+        """
+    @property
+    def layout(self) -> str:
+        """ "chunked" or "per-layer"."""
     @property
     def num_buffers(self) -> int: ...
     @property
-    def block_bytes(self) -> int: ...
+    def block_bytes(self) -> int:
+        """From one block to the next in a buffer; padding of a super-cell included."""
     @property
-    def page_bytes(self) -> int: ...
+    def content_bytes(self) -> int:
+        """Of a block, without the padding of a super-cell."""
+    @property
+    def page_bytes(self) -> int:
+        """Physical memory of a page, all its handles together."""
+    @property
+    def runs_per_page(self) -> int:
+        """Handles of a page: 1, or one a buffer in the per-layer layout."""
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of each."""
     @property
     def chunk_bytes(self) -> int: ...
     @property
@@ -72,12 +98,18 @@ class Geometry:
 
 @final
 class Buffer:
-    """One buffer of an `FTensor`: a 1-D int8 DLPack exporter of `id_space * block_bytes` bytes that keeps the range alive."""
+    """Bytes of an `FTensor` as one int8 tensor: a DLPack exporter (versioned and legacy capsules) that keeps the range alive."""
 
     @property
     def ptr(self) -> int: ...
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of its elements; strides may leave others between them."""
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes."""
     def __dlpack__(
         self,
         *,
@@ -92,10 +124,21 @@ class Buffer:
 class FTensor:
     """A reserved range of addresses with memory under some of its pages.
 
-    `device` is "cuda:N" or "cpu". Thread-safe; the GIL is released around driver calls.
+    `device` is "cuda:N" or "cpu". `unbacked`: what lies under a page without memory, "hole" (touching it is an error of the
+    device) or "zero" (it reads as zeros; writing is an error of the device; changing a page waits for the device first).
+    `cache_bytes`: memory of released pages to keep for the next ones. Thread-safe; the GIL is released around driver calls.
+    A fork of the process has none of the memory: calls there raise `DriverError`.
     """
 
-    def __init__(self, device: str, geometry: Geometry, num_blocks: int) -> None: ...
+    def __init__(
+        self,
+        device: str,
+        geometry: Geometry,
+        num_blocks: int,
+        *,
+        unbacked: str = "hole",
+        cache_bytes: int = 0,
+    ) -> None: ...
     @property
     def device(self) -> str: ...
     @property
@@ -110,9 +153,34 @@ class FTensor:
     def virtual_bytes(self) -> int: ...
     @property
     def mapped_bytes(self) -> int: ...
+    @property
+    def unbacked(self) -> str: ...
+    @property
+    def cached_bytes(self) -> int:
+        """Memory kept for later pages."""
+    @property
+    def leaked_bytes(self) -> int:
+        """Memory whose release failed; tried again by later calls and at the end."""
+    @property
+    def retained_bytes(self) -> int:
+        """Memory that the pending transaction keeps."""
+    @property
+    def zero_bytes(self) -> int:
+        """The zeros under unbacked pages."""
+    @property
+    def pending_transaction(self) -> int | None: ...
     def mapped_pages(self) -> list[int]: ...
     def quarantined_pages(self) -> list[int]: ...
-    def buffers(self) -> list[Buffer]: ...
+    def buffers(self) -> list[Buffer]:
+        """Each buffer: 1-D, `id_space * block_bytes` bytes."""
+    def component(self, buffer: int, offset: int, nbytes: int) -> Buffer:
+        """`nbytes` of every block of a buffer, from `offset` on: (id_space, nbytes), rows `block_bytes` apart. A component of a
+        super-cell. Raises `KVCachedConfigError`.
+        """
+    def halves(self, buffer: int) -> Buffer:
+        """A buffer and the next as the halves of one tensor, K and V: (2, id_space * block_bytes); contiguous in the per-layer
+        layout. One page id backs both. Raises `KVCachedConfigError`.
+        """
     def map(self, pages: Sequence[int]) -> list[int]:
         """Back these pages, all or none; returns those that were not backed before.
 
@@ -121,6 +189,21 @@ class FTensor:
         """
     def unmap(self, pages: Sequence[int]) -> None:
         """Give these pages back; a page that is not backed is an error and nothing changes. Synchronise first where GPU work may read them."""
+    def prepare_unmap(self, transaction: int, pages: Sequence[int]) -> None:
+        """Unmap these pages and keep their memory, all or none. One transaction at a time; each has a greater number than those
+        before. Repeating it does nothing.
+
+        Raises `StateConsistencyError` where it may not follow what came before or a page is not backed (nothing changed),
+        `MapQuarantinedError` where a driver call failed: everything is mapped again, but for the pages that the message names.
+        """
+    def commit_unmap(self, transaction: int) -> None:
+        """Release the memory of a prepared transaction. Raises `DriverError` where some could not be released: commit again."""
+    def abort_unmap(self, transaction: int) -> None:
+        """Map the memory of a prepared transaction back, with its content; remembered where the prepare is still to come.
+        Raises `MapQuarantinedError` where pages were lost by that.
+        """
+    def trim(self) -> int:
+        """Release the memory kept for later pages; returns bytes."""
     def synchronise(self) -> None:
         """Wait for all work on the device."""
 
