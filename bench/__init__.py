@@ -1,1 +1,1 @@
-"""Measurements that docs/FIGURES.md quotes: `python -m bench.matrix`, `python -m bench.two_engines`, `python bench/backing.py`."""
+"""Measurements that docs/FIGURES.md quotes: `python -m bench.matrix`, `python -m bench.two_engines`, `python -m bench.map`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench import map as mapping
 from bench import matrix, tables, two_engines
 from bench.tables import Run
 
@@ -81,3 +82,78 @@ def test_two_engines_without_the_native_runs():
     assert "| 1 | e | 2.0 | 64 | nan | 6.0 | 60% | 0.06 | not run |" in two_engines.table(shared, {})
     assert "| 32 | 6.0 | 60% | 0.06 | equal |" in two_engines.table(shared, {"e": [(32.0, A), (33.0, A)]})
     assert "(native again 1)" in two_engines.table(shared, {"e": [(32.0, A), (33.0, B)]})
+
+
+GIB = 1 << 30
+
+
+def sample(who, back_ms, *, layout="chunked", unbacked="hole", page_mib=16, units=2048, gib=32, **more):
+    """Of one process of bench.map: releasing takes half as long, one call a tenth, the ends 1 and 80 ms."""
+    times = {"back": back_ms, "release": back_ms / 2, "back_one_call": back_ms / 10}
+    times |= {"release_one_call": back_ms / 20, "create": 1.0, "shutdown": 80.0}
+    row = {"who": who, "layout": layout, "unbacked": unbacked, "page_mib": page_mib, "units": units}
+    row |= {f"{key}_us": ms * 1000 for key, ms in times.items()}
+    return row | {"backed_bytes": gib * GIB, "kept_bytes": 0, "round": 0, **more}
+
+
+def lines_of(table, start):
+    return [line for line in table.splitlines() if line.startswith(f"| {start} ")]
+
+
+def test_map_ratios_are_of_medians_over_the_rounds():
+    floors = [sample("floor", ms) for ms in (60.0, 900.0, 80.0)]
+    table = mapping.table([*floors, sample("ours", 88.0)])
+    each, once, ends = lines_of(table, "chunked | hole | 16")
+    assert each == "| chunked | hole | 16 | 80 / 40 | 88 / 44 | 1.10 / 1.10 | - | - | - | - |"
+    assert once.startswith("| chunked | hole | 16 | 8 / 4 | 8.8 / 4.4 | 1.10 / 1.10 |")
+    assert ends.startswith("| chunked | hole | 16 | 1 / 80 | 1 / 80 | 1.00 / 1.00 |")
+    assert table.endswith("32 GiB backed, medians of 1 to 3 rounds.")
+
+
+def test_map_compares_with_the_peer_by_what_it_backed():
+    peers = [
+        sample("peer", 100.0, units=128, gib=16),  # half as much memory
+        sample("peer", 2000.0, layout="per-layer", page_mib=128, units=256, back_calls=256 * 192),
+    ]
+    table = mapping.table([*peers, sample("ours", 80.0)])
+    each, _, ends = lines_of(table, "chunked | hole | 16")
+    assert each == "| chunked | hole | 16 | - | 80 / 40 | - | 0.40 / 0.40 | 0.04 / 0.04 | - | - |"
+    assert "| 1.00 / 1.00 | 1.00 / 1.00 |" in ends, "creating and shutting down are not by the byte"
+    assert lines_of(table, "per-layer | hole | 128")[0].endswith("| - | - | - | - | - | - | - |")
+    assert lines_of(table, "contiguous")[0].startswith(
+        "| contiguous | 128 | 16 | 100 / 50 | 10 / 5 | 1 / 80 |"
+    )
+    assert "| 192 / - |" in lines_of(table, "per layer")[0]
+
+
+def test_map_counts_driver_calls_of_a_page_and_of_the_ends():
+    counts = {"back_calls": 3 * 2048, "release_calls": 2 * 2048, "create_calls": 8195, "shutdown_calls": 3}
+    table = mapping.table([sample("ours", 80.0, **counts)])
+    each, _, ends = lines_of(table, "chunked | hole | 16")
+    assert each.endswith("| - | 3 / 2 |")
+    assert ends.endswith("| - | 8,195 / 3 |")
+
+
+def test_map_says_whether_cached_handles_pay():
+    cached = sample("ours", 60.0, unbacked="cached", release_us=60_000.0)
+    samples = [sample("ours", 80.0), cached, sample("floor", 1.0)]
+    (line,) = lines_of(mapping.table(samples), "16")
+    assert line == "| 16 | - / - / - | 0.75 / 1.50 / 1.00 |", "clearing makes releasing slower"
+    assert "cache of released handles" not in mapping.table(samples[:1])
+
+
+def test_map_without_a_sample():
+    assert mapping.table([]) == "nothing was measured"
+
+
+def test_map_cases():
+    names = [case.name for case in mapping.CASES]
+    assert len(set(names)) == len(names)
+    assert set(names) >= mapping.BESIDE_PEER
+    assert {case.page_mib // case.width for case in mapping.CASES if case.layout == "per-layer"} == {2}
+
+
+@pytest.mark.parametrize(("backed", "seen"), [(32 * GIB, 16 * GIB), (32 * GIB, 64 * GIB)])
+def test_map_does_not_believe_in_memory_that_the_device_does_not_see(backed, seen):
+    with pytest.raises(SystemExit, match="the device says"):
+        mapping.check_backed({"backed_bytes": backed, "device_bytes": seen})
