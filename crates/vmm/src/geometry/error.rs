@@ -2,8 +2,9 @@
 
 use thiserror::Error;
 
+use super::explain::{Bytes, percent};
 use super::solve::MAX_PAGE_BYTES;
-use super::{Bytes, Layout, MAX_ID, percent};
+use super::{Layout, MAX_ID};
 
 /// Why no geometry can be had, or why one cannot hold so much.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

@@ -16,19 +16,22 @@ const MAX_CANDIDATES: usize = 32_768;
 /// See [`Geometry::solve`].
 pub(super) fn solve(shape: Shape, target: Target) -> Result<Geometry, GeometryError> {
     check(&shape, &target)?;
-    let pages = ladders(&shape, &target)?;
-    let Some(best) = pick(&pages, &target, |_| true) else {
+    let ladders = ladders(&shape, &target)?;
+    let Some(best) = pick(&ladders, &target, |_| true) else {
         return Err(GeometryError::PageTooLarge {
             num_buffers: shape.num_buffers,
             block_bytes: shape.block_bytes,
-            page_bytes: pages.iter().filter_map(|p| p.first(target.page_bytes.unwrap_or(1))).min(),
+            page_bytes: ladders
+                .iter()
+                .filter_map(|ladder| ladder.first(target.page_bytes.unwrap_or(1)))
+                .min(),
             advice: "ask for a smaller page",
         });
     };
     match target.num_blocks {
         // The best of all is also the best of those whose ids fit, if its own do.
         Some(num_blocks) if best.ids(num_blocks).is_none() => {
-            let fits = pick(&pages, &target, |candidate| candidate.ids(num_blocks).is_some());
+            let fits = pick(&ladders, &target, |candidate| candidate.ids(num_blocks).is_some());
             fits.map(|g| Geometry { ids_decided: true, ..g }).ok_or_else(|| best.too_many_ids(num_blocks))
         }
         _ => Ok(best),
@@ -51,16 +54,16 @@ fn check(shape: &Shape, target: &Target) -> Result<(), GeometryError> {
 }
 
 /// The best of the candidates that `keep` likes.
-fn pick(pages: &[Ladder], target: &Target, keep: impl Fn(&Geometry) -> bool) -> Option<Geometry> {
+fn pick(ladders: &[Ladder], target: &Target, keep: impl Fn(&Geometry) -> bool) -> Option<Geometry> {
     let smallest = |least: u64| {
-        let firsts = pages.iter().filter_map(|ladder| ladder.upwards(least).find(&keep));
+        let firsts = ladders.iter().filter_map(|ladder| ladder.upwards(least).find(&keep));
         firsts.min_by_key(|g| (g.page_bytes, g.block_bytes))
     };
     if let Some(asked) = target.page_bytes {
         return smallest(asked).map(|g| Geometry { choice: Choice::Asked(asked), ..g });
     }
     let permille = target.waste_permille;
-    let near = pages.iter().flat_map(Ladder::near).filter(&keep).min_by(|a, b| by_merit(a, b, permille));
+    let near = ladders.iter().flat_map(Ladder::near).filter(&keep).min_by(|a, b| by_merit(a, b, permille));
     let near = near.map(|g| match lean(&g, permille) {
         true => Geometry { choice: Choice::Nearest { permille }, ..g },
         false => Geometry { choice: Choice::LeastPadding, ..g },
