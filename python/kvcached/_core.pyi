@@ -273,7 +273,7 @@ class Pool:
     def end_step(self, epoch: int) -> None:
         """All GPU work up to `epoch` has ended: pages retired by then leave, those above the reserve are unmapped."""
     def trim(self) -> int:
-        """Unmap the reserve; returns bytes given back."""
+        """Unmap the reserve and give back memory kept for later pages; returns bytes given back."""
     def clear(self) -> None:
         """Forget every allocation but the null block; synchronises the device, keeps the reserve."""
     def shutdown(self) -> None:
@@ -283,7 +283,9 @@ class Pool:
     def pages_of(self, ids: Sequence[int]) -> list[int]:
         """Page of each id."""
     def stats(self) -> dict[str, int]:
-        """Pages by state, blocks, and bytes: used_bytes, reserved_bytes, virtual_bytes, mapped_bytes, quarantined_bytes."""
+        """Pages by state, blocks, and bytes: used_bytes, reserved_bytes, virtual_bytes, mapped_bytes (the first two together),
+        beside_bytes (zeros, memory kept for later pages), quarantined_bytes.
+        """
 
 @final
 class InstanceRecord:

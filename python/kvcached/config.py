@@ -74,6 +74,8 @@ NAME = _matching(
     r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", "1 to 64 characters of A-Z a-z 0-9 . _ -, the first not a dot"
 )
 PAGE_ORDER = _choice({order: order for order in ("lowest", "highest")})
+LAYOUT = _choice({layout: layout for layout in ("auto", "chunked", "per-layer")})
+UNBACKED = _choice({policy: policy for policy in ("auto", "hole", "zero")})
 LOG_LEVEL = _choice({level: level for level in ("debug", "info", "warning", "error")})
 
 
@@ -150,6 +152,29 @@ class Settings:
         meaning="Memory of a pool that may stay ready after its blocks were freed; what is above goes back. "
         "At least `KVCACHED_MIN_RESERVED_MB`.",
     )
+    handle_cache_mb: int = _declare(
+        "KVCACHED_HANDLE_CACHE_MB",
+        _count_from(0),
+        default=0,
+        unit="MiB",
+        meaning="Memory of released pages that a group of tensors keeps, cleared and unmapped, for the next ones.",
+    )
+    layout: str = _declare(
+        "KVCACHED_LAYOUT",
+        LAYOUT,
+        default="auto",
+        meaning="How pages lie: `chunked` (one piece of memory a page, sparse block ids) or `per-layer` (one a "
+        "buffer, dense ids: slower to map, larger pages). `auto`: chunked, but per-layer for an attention backend "
+        "that was not shown to reach the highest ids (docs/KERNELS.md).",
+    )
+    unbacked: str = _declare(
+        "KVCACHED_UNBACKED",
+        UNBACKED,
+        default="auto",
+        meaning="What lies where no memory is: `hole`, nothing, touching it is an error of the device; or `zero`, "
+        "zeros that may be read. `auto`: hole for an attention backend that was shown to leave holes alone "
+        "(docs/KERNELS.md), else zero.",
+    )
     page_order: str = _declare(
         "KVCACHED_PAGE_ORDER",
         PAGE_ORDER,
@@ -204,6 +229,11 @@ class Settings:
     def max_reserved_bytes(self) -> int:
         """Bytes of a pool that may stay ready."""
         return self.max_reserved_mb * MIB
+
+    @property
+    def handle_cache_bytes(self) -> int:
+        """Bytes of released pages that are kept for the next ones."""
+        return self.handle_cache_mb * MIB
 
     @property
     def pool_options(self) -> PoolOptions:

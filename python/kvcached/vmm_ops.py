@@ -1,8 +1,9 @@
 """KV cache tensors on reserved addresses, and the mapping of their pages.
 
 A process has at most one group of tensors for each `group_id`. Pages are numbered from 0; one page holds m blocks in
-every buffer of its group (see `kvcached._core.Geometry`). Touching a row of a tensor whose page is not backed is an
-error of the caller: SIGSEGV on a CPU, an illegal address on a GPU.
+every buffer of its group (see `kvcached._core.Geometry`). A row whose page is not backed reads as zeros, and writing it is
+an error of the caller; with `KVCACHED_UNBACKED=hole`, which saves the zeros and half the driver calls, so is reading it:
+SIGSEGV on a CPU, an illegal address on a GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "abort_unmap_from_kv_tensors",
     "backend_name",
+    "commit_unmap_from_kv_tensors",
     "create_kv_tensors",
     "get_ftensor",
     "init_kvcached",
     "kv_tensors_created",
     "map_to_kv_tensors",
+    "prepare_unmap_from_kv_tensors",
     "shutdown_kvcached",
     "unmap_from_kv_tensors",
 ]
@@ -35,9 +39,10 @@ _UNTOLD_BLOCK_BYTES = 256 << 10
 class _Process:
     """What `init_kvcached` settled for this process, and the groups created since."""
 
-    def __init__(self, device: str, page_bytes: int | None) -> None:
+    def __init__(self, device: str, page_bytes: int | None, layout: str) -> None:
         self.device = device
         self.page_bytes = page_bytes
+        self.layout = layout
         self.groups: dict[int, _core.FTensor] = {}
 
 
@@ -54,23 +59,24 @@ def _default_device() -> str:
     return "cuda:0"
 
 
-def init_kvcached(device: str | None = None, page_size: int = 0, contiguous_layout: bool = True) -> None:
+def init_kvcached(
+    device: str | None = None, page_size: int = 0, contiguous_layout: bool | None = None
+) -> None:
     """Choose the device that this process's KV tensors live on.
 
     Args:
         device: "cuda:N" or "cpu" (the host backend). None: the first GPU, or "cpu" where there is none.
         page_size: target size of a page in bytes, a multiple of the device's granularity; 0: that of
             `KVCACHED_PAGE_MB`, else chosen by the solver.
-        contiguous_layout: must be True; the one-range-a-buffer layout is not built yet.
+        contiguous_layout: True: one piece of memory a page for all buffers, sparse block ids. False: one a buffer and page,
+            dense ids. None: that of `KVCACHED_LAYOUT`, whose `auto` is True here.
 
     Raises:
-        KVCachedConfigError: called twice with other values, a page size that the device cannot map, or an unsupported layout.
+        KVCachedConfigError: called twice with other values, or a page size that the device cannot map.
         DriverUnavailableError: no driver for that device.
     """
     global _process
     device = device or _default_device()
-    if not contiguous_layout:
-        raise KVCachedConfigError("contiguous_layout=False is not supported yet: leave it at True")
     granularity = _core.granularity(device)
     if page_size < 0 or page_size % granularity:
         raise KVCachedConfigError(
@@ -78,11 +84,18 @@ def init_kvcached(device: str | None = None, page_size: int = 0, contiguous_layo
             f"round it up to {-(-max(page_size, 1) // granularity) * granularity}"
         )
     with _lock:
-        wanted = (device, page_size or Settings.from_env().page_bytes)
-        if _process is not None and (_process.device, _process.page_bytes) != wanted:
+        settings = Settings.from_env()
+        if contiguous_layout is None:
+            contiguous_layout = settings.layout != "per-layer"
+        wanted = (
+            device,
+            page_size or settings.page_bytes,
+            "chunked" if contiguous_layout else "per-layer",
+        )
+        if _process is not None and (_process.device, _process.page_bytes, _process.layout) != wanted:
             raise KVCachedConfigError(
-                f"kvcached was initialised for {_process.device} with page size {_process.page_bytes}: "
-                "call shutdown_kvcached() before choosing another"
+                f"kvcached was initialised for {_process.device} with page size {_process.page_bytes} and the "
+                f"{_process.layout} layout: call shutdown_kvcached() before choosing another"
             )
         if _process is None:
             _process = _Process(*wanted)
@@ -147,12 +160,21 @@ def create_kv_tensors(
         _core.granularity(state.device),
         page_bytes=state.page_bytes,
         tokens_per_block=tokens_per_block,
+        layout=state.layout,
     )
+    settings = Settings.from_env()
     num_blocks = -(-size // (num_kv_buffers * block))
     with _lock:
         if group_id in state.groups:
             raise KVCachedConfigError(f"group {group_id} has its tensors already: use another group_id")
-        ftensor = _core.FTensor(state.device, geometry, num_blocks)
+        ftensor = _core.FTensor(
+            state.device,
+            geometry,
+            num_blocks,
+            # Nobody knows which kernels will read these tensors: `auto` takes no risk.
+            unbacked="hole" if settings.unbacked == "hole" else "zero",
+            cache_bytes=settings.handle_cache_bytes,
+        )
         state.groups[group_id] = ftensor
     return [_as_tensor(buffer) for buffer in ftensor.buffers()]
 
@@ -197,6 +219,42 @@ def unmap_from_kv_tensors(pages: Sequence[int], group_id: int = 0) -> None:
         StateConsistencyError: a page is not backed (nothing changed). DriverError: the driver refused.
     """
     get_ftensor(group_id).unmap(pages)
+
+
+def prepare_unmap_from_kv_tensors(pages: Sequence[int], transaction_id: int, group_id: int = 0) -> None:
+    """Unmap these pages and keep their memory, so that several ranks can do it together or not at all.
+
+    Args:
+        pages: all of them backed.
+        transaction_id: greater than those before it. A group has one transaction at a time. Repeating a step does nothing.
+        group_id: the group.
+
+    Raises:
+        StateConsistencyError: it may not follow what came before, or a page is not backed (nothing changed).
+        MapQuarantinedError: the driver refused; everything is mapped again, but for the pages that the message names.
+    """
+    get_ftensor(group_id).prepare_unmap(transaction_id, pages)
+
+
+def commit_unmap_from_kv_tensors(transaction_id: int, group_id: int = 0) -> None:
+    """Release the memory of a prepared transaction.
+
+    Raises:
+        StateConsistencyError: it was never prepared, or is aborted (nothing changed). DriverError: some could not be
+        released: call it again.
+    """
+    get_ftensor(group_id).commit_unmap(transaction_id)
+
+
+def abort_unmap_from_kv_tensors(transaction_id: int, group_id: int = 0) -> None:
+    """Map the memory of a prepared transaction back, with what it holds. One that comes before its prepare is remembered,
+    and the prepare refused.
+
+    Raises:
+        StateConsistencyError: it is committed (nothing changed). MapQuarantinedError: the pages that the message names could
+        not be mapped back.
+    """
+    get_ftensor(group_id).abort_unmap(transaction_id)
 
 
 def shutdown_kvcached() -> None:

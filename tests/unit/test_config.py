@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from kvcached.config import Settings, declared_settings, settings_table
 from kvcached.errors import KVCachedConfigError
 
-NUMBERS = ["KVCACHED_PAGE_MB", "KVCACHED_MIN_RESERVED_MB", "KVCACHED_MAX_RESERVED_MB"]
+NUMBERS = [
+    "KVCACHED_PAGE_MB",
+    "KVCACHED_MIN_RESERVED_MB",
+    "KVCACHED_MAX_RESERVED_MB",
+    "KVCACHED_HANDLE_CACHE_MB",
+]
 MOST_MB = 1 << 30
 
 
@@ -33,6 +38,9 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         "page_mb": None,
         "min_reserved_mb": 0,
         "max_reserved_mb": 48,
+        "handle_cache_mb": 0,
+        "layout": "auto",
+        "unbacked": "auto",
         "page_order": "lowest",
         "log_level": "info",
     }

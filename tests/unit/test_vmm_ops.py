@@ -177,10 +177,89 @@ def test_errors_say_what_to_do():
 def test_a_page_size_that_the_device_refuses_is_named():
     with pytest.raises(KVCachedConfigError, match=r"page_size=1000 .* 4096"):
         vmm_ops.init_kvcached("cpu", page_size=1000)
-    with pytest.raises(KVCachedConfigError, match="contiguous_layout"):
-        vmm_ops.init_kvcached("cpu", contiguous_layout=False)
     with pytest.raises(KVCachedError, match="tpu"):
         vmm_ops.init_kvcached("tpu:0")
+
+
+def test_both_layouts_take_and_give_back_the_same_pages(monkeypatch):
+    for layout, handles in ((True, 1), (False, 4)):
+        vmm_ops.init_kvcached("cpu", contiguous_layout=layout)
+        with pytest.raises(KVCachedConfigError, match="layout: call shutdown_kvcached"):
+            vmm_ops.init_kvcached("cpu", contiguous_layout=not layout)
+        tensors = vmm_ops.create_kv_tensors(64 * MIB, 2, num_layers=2, block_bytes=64 << 10)
+        ftensor = vmm_ops.get_ftensor()
+        geometry = ftensor.geometry
+        assert (geometry.layout, geometry.runs_per_page) == ("chunked" if layout else "per-layer", handles)
+        assert vmm_ops.map_to_kv_tensors([1, 0]) == [1, 0]
+        row = geometry.block_id(geometry.blocks_per_page) * geometry.block_bytes  # the first of page 1
+        for number, tensor in enumerate(tensors):
+            tensor[row] = number + 1
+        assert [int(view[row]) for view in numpy_views()] == [1, 2, 3, 4]
+        assert ftensor.mapped_bytes == 2 * geometry.page_bytes
+        vmm_ops.unmap_from_kv_tensors([0, 1])
+        del tensors, tensor, ftensor
+        vmm_ops.shutdown_kvcached()
+    monkeypatch.setenv("KVCACHED_LAYOUT", "per-layer")
+    vmm_ops.init_kvcached("cpu")
+    vmm_ops.create_kv_tensors(4 * MIB, 2)
+    assert vmm_ops.get_ftensor().geometry.layout == "per-layer"
+
+
+@pytest.mark.parametrize(
+    ("setting", "policy"), [(None, "zero"), ("auto", "zero"), ("zero", "zero"), ("hole", "hole")]
+)
+def test_what_lies_where_no_memory_is(monkeypatch, setting, policy):
+    if setting is not None:
+        monkeypatch.setenv("KVCACHED_UNBACKED", setting)
+    vmm_ops.init_kvcached("cpu")
+    vmm_ops.create_kv_tensors(64 * MIB, 2)
+    ftensor = vmm_ops.get_ftensor()
+    assert ftensor.unbacked == policy
+    if policy == "zero":
+        before = memfd_blocks()
+        assert not any(view.any() for view in numpy_views())
+        assert memfd_blocks() == before  # reading zeros takes no memory
+
+
+def test_released_memory_is_kept_where_that_is_asked_for(monkeypatch):
+    monkeypatch.setenv("KVCACHED_HANDLE_CACHE_MB", "64")
+    vmm_ops.init_kvcached("cpu")
+    vmm_ops.create_kv_tensors(64 * MIB, 2)
+    ftensor = vmm_ops.get_ftensor()
+    vmm_ops.map_to_kv_tensors([0, 1])
+    numpy_views()[0][:4096] = 5
+    vmm_ops.unmap_from_kv_tensors([0, 1])
+    assert (ftensor.cached_bytes, ftensor.mapped_bytes) == (2 * ftensor.geometry.page_bytes, 0)
+    vmm_ops.map_to_kv_tensors([1, 0])
+    assert ftensor.cached_bytes == 0
+    assert not numpy_views()[0][:4096].any()
+
+
+def test_unmapping_in_two_steps():
+    vmm_ops.init_kvcached("cpu")
+    vmm_ops.create_kv_tensors(64 * MIB, 2)
+    vmm_ops.map_to_kv_tensors([0, 1])
+    view = numpy_views()[0]
+    view[:8] = 9
+    vmm_ops.prepare_unmap_from_kv_tensors([0, 1], 1)
+    vmm_ops.prepare_unmap_from_kv_tensors([1, 0], 1)
+    assert not view[:8].any()
+    with pytest.raises(StateConsistencyError, match="page 0"):
+        vmm_ops.map_to_kv_tensors([0])
+    vmm_ops.abort_unmap_from_kv_tensors(1)
+    vmm_ops.abort_unmap_from_kv_tensors(1)
+    assert (view[:8] == 9).all()
+    with pytest.raises(StateConsistencyError, match="transaction 1 is aborted"):
+        vmm_ops.commit_unmap_from_kv_tensors(1)
+    vmm_ops.abort_unmap_from_kv_tensors(2)  # it overtakes its prepare
+    with pytest.raises(StateConsistencyError, match="transaction 2 is aborted"):
+        vmm_ops.prepare_unmap_from_kv_tensors([0], 2)
+    vmm_ops.prepare_unmap_from_kv_tensors([0, 1], 3)
+    vmm_ops.commit_unmap_from_kv_tensors(3)
+    vmm_ops.commit_unmap_from_kv_tensors(3)
+    assert vmm_ops.get_ftensor().mapped_bytes == 0
+    with pytest.raises(StateConsistencyError, match="never prepared"):
+        vmm_ops.commit_unmap_from_kv_tensors(4)
 
 
 def test_the_page_size_setting_holds_where_no_size_is_given(monkeypatch):

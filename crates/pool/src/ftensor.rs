@@ -42,6 +42,14 @@ impl Mapper for FTensor {
         Ok(self.driver().mem_info()?.free)
     }
 
+    fn held_beside(&self) -> u64 {
+        self.cached_bytes() + self.leaked_bytes() + self.zero_bytes()
+    }
+
+    fn trim(&self) -> Result<u64, Cause> {
+        Ok(FTensor::trim(self)?)
+    }
+
     fn page_bytes(&self) -> u64 {
         self.geometry().page_bytes()
     }

@@ -21,6 +21,16 @@ pub trait Mapper: Send + Sync {
     /// Bytes that the device could give at this moment. Others may take them the next.
     fn room(&self) -> Result<u64, Cause>;
 
+    /// Bytes that are held beside the pages: memory kept for later pages, and memory that could not be given back yet.
+    fn held_beside(&self) -> u64 {
+        0
+    }
+
+    /// Gives back what is kept for later pages; returns the bytes.
+    fn trim(&self) -> Result<u64, Cause> {
+        Ok(0)
+    }
+
     /// Physical bytes of one page, never 0.
     fn page_bytes(&self) -> u64;
 

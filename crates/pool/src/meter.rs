@@ -9,6 +9,8 @@ pub struct Usage {
     pub used_bytes: u64,
     /// Mapped, no block held: the reserve, retired pages, and pages on their way out.
     pub reserved_bytes: u64,
+    /// Held beside the pages: zeros, memory kept for later pages, memory that could not be given back yet.
+    pub beside_bytes: u64,
     /// Addresses.
     pub virtual_bytes: u64,
     /// Of pages in an unknown state: perhaps mapped, never used again.
@@ -33,7 +35,7 @@ impl Meter for NoMeter {
 /// A pool that other processes see in its instance's record.
 impl Meter for PoolRow {
     fn publish(&self, usage: &Usage) {
-        let Usage { used_bytes, reserved_bytes, virtual_bytes, quarantined_bytes } = *usage;
-        self.set(used_bytes, reserved_bytes, virtual_bytes, quarantined_bytes);
+        let Usage { used_bytes, reserved_bytes, beside_bytes, virtual_bytes, quarantined_bytes } = *usage;
+        self.set(used_bytes, reserved_bytes + beside_bytes, virtual_bytes, quarantined_bytes);
     }
 }

@@ -290,11 +290,15 @@ impl Pool {
         Ok(())
     }
 
-    /// Unmaps the reserve, the minimum too; returns the bytes given back.
+    /// Unmaps the reserve, the minimum too, and gives back what the mapper keeps; returns the bytes given back.
     pub fn trim(&self) -> Result<u64, PoolError> {
+        let before = self.mapper.held_beside();
         let (state, released) = self.release(self.enter()?, 0)?;
         drop(state);
-        Ok(u64::from(released.pages) * self.page_bytes)
+        self.mapper.trim().map_err(|source| PoolError::Driver { source })?;
+        self.publish(&mut *self.enter()?);
+        let given = u64::from(released.pages) * self.page_bytes + before;
+        Ok(given.saturating_sub(self.mapper.held_beside()))
     }
 
     /// Forgets every holder but the null block's, and what was set aside. Waits for the device first;
@@ -554,6 +558,7 @@ impl Pool {
         Usage {
             used_bytes: bytes(pages.in_use),
             reserved_bytes: bytes(pages.reserved + pages.retired + pages.unmapping),
+            beside_bytes: self.mapper.held_beside(),
             virtual_bytes: self.virtual_bytes,
             quarantined_bytes: bytes(pages.quarantined),
         }

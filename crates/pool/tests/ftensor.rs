@@ -6,17 +6,21 @@ use std::sync::Arc;
 use kvcached_control::{InstanceRecord, Listed, list};
 use kvcached_pool::{Layout, NoMeter, PageOrder, Pool, PoolConfig, PoolError};
 use kvcached_vmm::sim::Sim;
-use kvcached_vmm::{Driver, FTensor, Geometry, Options, Shape, Target};
+use kvcached_vmm::{Driver, FTensor, Geometry, Options, Shape, Target, Unbacked};
 
 const PAGES: u64 = 6;
 
 fn ftensor(sim: &Arc<Sim>) -> Arc<FTensor> {
+    ftensor_with(sim, Options::default())
+}
+
+fn ftensor_with(sim: &Arc<Sim>, options: Options) -> Arc<FTensor> {
     let shape = Shape::new(4, 64 << 10, 16);
     let target = Target { page_bytes: Some(2 << 20), ..Target::new(2 << 20) };
     let geometry = Geometry::solve(shape, target).unwrap();
     let num_blocks = PAGES * u64::from(geometry.blocks_per_page());
     let driver: Arc<dyn Driver> = sim.clone();
-    Arc::new(FTensor::reserve(driver, geometry, num_blocks, Options::default()).unwrap())
+    Arc::new(FTensor::reserve(driver, geometry, num_blocks, options).unwrap())
 }
 
 fn config(ftensor: &FTensor) -> PoolConfig {
@@ -131,6 +135,44 @@ fn figures_reach_the_record() {
         [Listed::Instance(view)] => assert!(view.pools.is_empty(), "{:?}", view.pools),
         other => unreachable!("{other:?}"),
     }
+}
+
+#[test]
+fn what_is_kept_beside_the_pages_counts_as_used_and_is_trimmed() {
+    let directory = tempfile::tempdir().unwrap();
+    let records = directory.path().join("kvcached");
+    let record = InstanceRecord::create(&records, "one", "test", "cpu").unwrap();
+    let sim = Sim::new();
+    let page_bytes = 2 << 20;
+    let range = ftensor_with(&sim, Options { unbacked: Unbacked::Zero, cache_bytes: 2 * page_bytes });
+    let config = PoolConfig { max_reserved_bytes: page_bytes, ..config(&range) };
+    let pool = Pool::new(config, range.clone(), Arc::new(record.pool_row("kv").unwrap())).unwrap();
+    let ids = pool.alloc(5 * range.geometry().blocks_per_page()).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    // One page in reserve, two kept, two released; and the zeros.
+    let usage = pool.stats().unwrap().usage;
+    assert_eq!((usage.reserved_bytes, usage.beside_bytes), (page_bytes, 3 * page_bytes));
+    assert_eq!(sim.held_bytes(), 4 * page_bytes);
+    let reserved = || match list(&records).unwrap().as_slice() {
+        [Listed::Instance(view)] => view.pools[0].reserved_bytes,
+        other => unreachable!("{other:?}"),
+    };
+    assert_eq!(reserved(), 4 * page_bytes);
+    // The reserve's page has no room among those kept.
+    assert_eq!(pool.trim().unwrap(), 3 * page_bytes);
+    assert_eq!((reserved(), sim.held_bytes()), (page_bytes, page_bytes));
+    assert_eq!(pool.trim().unwrap(), 0);
+    // Whom the device refuses memory gets what another range keeps.
+    let ids = pool.alloc(2 * range.geometry().blocks_per_page()).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    assert_eq!(range.cached_bytes(), page_bytes);
+    let other = ftensor(&sim);
+    sim.set_budget(sim.held_bytes());
+    assert_eq!(other.map(&[0]), Ok(vec![0]));
+    assert_eq!(range.cached_bytes(), 0);
+    sim.heal();
+    drop((pool, range, other));
+    sim.assert_clean();
 }
 
 #[test]

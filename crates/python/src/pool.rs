@@ -213,6 +213,7 @@ impl Pool {
             ("set_aside_blocks", stats.set_aside_blocks.into()),
             ("used_bytes", stats.usage.used_bytes),
             ("reserved_bytes", stats.usage.reserved_bytes),
+            ("beside_bytes", stats.usage.beside_bytes),
             ("virtual_bytes", stats.usage.virtual_bytes),
             ("quarantined_bytes", stats.usage.quarantined_bytes),
             ("mapped_bytes", stats.mapped_bytes),

@@ -167,7 +167,8 @@ impl Cuda {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Refuses in a fork of the process that opened the device.
+    /// Refuses in a fork of the process that opened the device. Asked where a caller may begin, not in every call: whoever has
+    /// a range asks before (it costs a system call), and CUDA itself refuses all of them in a fork.
     fn enter(&self, call: &'static str) -> Result<()> {
         match self.owner == std::process::id() {
             true => Ok(()),
@@ -230,7 +231,6 @@ impl Driver for Cuda {
     }
 
     fn free(&self, address: usize, bytes: u64) -> Result<()> {
-        self.enter("cuMemAddressFree")?;
         self.book().take_range("cuMemAddressFree", address, bytes)?;
         // SAFETY: this is one whole reservation of ours with nothing mapped in it.
         let freed = self.primary.with(|| unsafe { cu!(cuMemAddressFree(address as u64, bytes as usize)) });
@@ -241,7 +241,6 @@ impl Driver for Cuda {
     }
 
     fn create(&self, bytes: u64) -> Result<Handle> {
-        self.enter("cuMemCreate")?;
         check_size("cuMemCreate", bytes, self.granularity)?;
         let mut raw = 0;
         let wanted = prop(self.primary.device);
@@ -253,7 +252,6 @@ impl Driver for Cuda {
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
-        self.enter("cuMemRelease")?;
         let held = self.book().take_handle("cuMemRelease", handle)?;
         // SAFETY: the handle is ours, and nobody else can release it now.
         let released = self.primary.with(|| unsafe { cu!(cuMemRelease(handle.raw())) });
@@ -264,12 +262,10 @@ impl Driver for Cuda {
     }
 
     fn share(&self, handle: Handle) -> Result<()> {
-        self.enter("share")?;
         self.book().share("share", handle)
     }
 
     fn map(&self, address: usize, bytes: u64, handle: Handle) -> Result<()> {
-        self.enter("cuMemMap")?;
         self.book().add_mapping("cuMemMap", address, bytes, handle)?;
         let mapped = self.primary.with(|| {
             // SAFETY: a hole in a reservation of ours, and a handle of ours that has this size.
@@ -282,7 +278,6 @@ impl Driver for Cuda {
     }
 
     fn set_access(&self, address: usize, bytes: u64, access: Access) -> Result<()> {
-        self.enter("cuMemSetAccess")?;
         self.book().check_access("cuMemSetAccess", address, bytes, access)?;
         let flags = match access {
             Access::ReadWrite => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
@@ -298,7 +293,6 @@ impl Driver for Cuda {
     }
 
     fn clear(&self, mappings: &[(usize, u64)]) -> Result<()> {
-        self.enter("cuMemsetD8Async")?;
         self.book().check_writable("cuMemsetD8Async", mappings)?;
         self.primary.with(|| {
             let stream = self.stream()?;
@@ -317,7 +311,6 @@ impl Driver for Cuda {
     }
 
     fn unmap(&self, address: usize, bytes: u64) -> Result<()> {
-        self.enter("cuMemUnmap")?;
         let mapping = self.book().take_mapping("cuMemUnmap", address, bytes)?;
         // SAFETY: exactly one mapping of ours, which nobody else can unmap now.
         let unmapped = self.primary.with(|| unsafe { cu!(cuMemUnmap(address as u64, bytes as usize)) });

@@ -213,6 +213,7 @@ impl FTensor {
 
     /// Waits for all work on the device. Fails with `Driver`.
     pub fn synchronise(&self) -> Result<(), VmmError> {
+        self.enter("synchronise")?;
         self.driver().synchronise().map_err(|e| VmmError::from_driver(None, e))
     }
 
@@ -299,6 +300,7 @@ mod tests {
         forked(tensor.commit_unmap(1));
         forked(tensor.abort_unmap(1));
         forked(tensor.trim().map(drop));
+        forked(tensor.synchronise());
         assert_eq!((tensor.mapped_pages(), tensor.mapped_bytes(), tensor.retained_bytes()), (vec![], 0, 0));
         assert_eq!((tensor.quarantined_pages(), tensor.pending_transaction()), (vec![], None));
         drop(_held);
