@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::driver::{Device, Driver, DriverError};
+use crate::gpu::Gpu;
 use crate::{cuda, host};
 
 /// The driver of `device`, opened once a process and kept until it ends.
@@ -20,7 +21,7 @@ pub fn open(device: Device) -> Result<Arc<dyn Driver>, DriverError> {
         return Ok(Arc::clone(driver));
     }
     let driver: Arc<dyn Driver> = match device {
-        Device::Cuda(ordinal) => Arc::new(cuda::Cuda::open(ordinal)?),
+        Device::Cuda(ordinal) => Arc::new(Gpu::new(cuda::Cuda::open(ordinal)?)),
         Device::Host => Arc::new(host::Host::new()?),
     };
     opened.insert(key, Arc::clone(&driver));

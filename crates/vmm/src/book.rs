@@ -22,8 +22,8 @@ pub(crate) struct Held {
     /// Places where it is mapped.
     mappings: u32,
     shared: bool,
-    /// It was open for writing at some time.
-    written: bool,
+    /// The widest access that it had at any place at any time.
+    widest: Option<Access>,
 }
 
 /// One mapping.
@@ -86,7 +86,7 @@ impl Book {
 
     /// A handle that was created.
     pub fn add_handle(&mut self, handle: Handle, bytes: u64) {
-        self.put_handle(handle, Held { bytes, mappings: 0, shared: false, written: false });
+        self.put_handle(handle, Held { bytes, mappings: 0, shared: false, widest: None });
     }
 
     /// A handle that `take_handle` took.
@@ -108,7 +108,7 @@ impl Book {
 
     pub fn share(&mut self, call: &'static str, handle: Handle) -> Result<()> {
         let held = self.held(call, handle)?;
-        if held.written {
+        if held.widest == Some(Access::ReadWrite) {
             return misuse(call, format_args!("handle {:#x} was open for writing", handle.raw()));
         }
         held.shared = true;
@@ -153,21 +153,29 @@ impl Book {
         self.mapping(call, address, bytes).map(|mapping| mapping.handle)
     }
 
-    /// Whether a mapping may be opened so.
-    pub fn check_access(&self, call: &'static str, address: usize, bytes: u64, access: Access) -> Result<()> {
+    /// Whether a mapping may be opened so. Tells whether the memory under it was ever open.
+    pub fn check_access(
+        &self,
+        call: &'static str,
+        address: usize,
+        bytes: u64,
+        access: Access,
+    ) -> Result<bool> {
         let handle = self.check_mapping(call, address, bytes)?;
         if self.is_shared(handle) && access == Access::ReadWrite {
             return misuse(call, format_args!("handle {:#x} is shared: it is for reading", handle.raw()));
         }
-        Ok(())
+        Ok(self.handles.get(&handle).is_some_and(|held| held.widest.is_some()))
     }
 
     /// A mapping was opened.
     pub fn opened(&mut self, address: usize, access: Access) {
         let Some(mapping) = self.mappings.get_mut(&address) else { return };
         mapping.access = Some(access);
-        if let Some(held) = self.handles.get_mut(&mapping.handle) {
-            held.written |= access == Access::ReadWrite;
+        if let Some(held) = self.handles.get_mut(&mapping.handle)
+            && held.widest != Some(Access::ReadWrite)
+        {
+            held.widest = Some(access);
         }
     }
 
@@ -308,8 +316,9 @@ mod tests {
         b.add_mapping("c", BASE, PAGE, H).unwrap();
         b.add_mapping("c", BASE + 4096, PAGE, H).unwrap();
         refused(b.check_access("c", BASE, PAGE, Access::ReadWrite), "for reading");
-        b.check_access("c", BASE, PAGE, Access::Read).unwrap();
+        assert_eq!(b.check_access("c", BASE, PAGE, Access::Read), Ok(false));
         b.opened(BASE, Access::Read);
+        assert_eq!(b.check_access("c", BASE + 4096, PAGE, Access::Read), Ok(true), "the same memory");
         refused(b.check_writable("c", &[(BASE, PAGE)]), "not open for writing");
         b.take_mapping("c", BASE, PAGE).unwrap();
         refused(b.take_handle("c", H), "is mapped");
@@ -321,6 +330,7 @@ mod tests {
         refused(b.check_writable("c", &[(BASE, PAGE)]), "not open for writing");
         b.opened(BASE, Access::ReadWrite);
         b.check_writable("c", &[(BASE, PAGE)]).unwrap();
+        b.opened(BASE, Access::Read);
         refused(b.share("c", other), "was open for writing");
     }
 

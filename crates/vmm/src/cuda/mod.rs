@@ -8,12 +8,12 @@
 
 mod lazy;
 
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use cust::sys;
 
-use crate::book::{Book, check_size};
-use crate::driver::{Access, Device, Driver, DriverError, Handle, MemInfo};
+use crate::driver::{Access, Device, DriverError, Handle, MemInfo};
+use crate::gpu::{Api, selecting};
 
 type Result<T> = std::result::Result<T, DriverError>;
 
@@ -45,7 +45,7 @@ macro_rules! cu {
 }
 
 /// The driver functions needed here that the library lacks. Starts nothing. Fails with `NoDriver` without a library.
-pub fn missing_symbols() -> Result<Vec<&'static str>> {
+pub(crate) fn missing_symbols() -> Result<Vec<&'static str>> {
     let lib = lazy::library().map_err(|_| no_driver())?;
     // SAFETY: the addresses are looked up, never called.
     Ok(lazy::SYMBOLS.iter().copied().filter(|s| unsafe { lib.get::<*const ()>(*s) }.is_err()).collect())
@@ -62,19 +62,6 @@ struct Primary {
 unsafe impl Send for Primary {}
 // SAFETY: as above; nothing here changes after `retain`.
 unsafe impl Sync for Primary {}
-
-/// Puts a thread's context back.
-struct Back(sys::CUcontext);
-
-impl Drop for Back {
-    fn drop(&mut self) {
-        // SAFETY: the context was current on this thread a moment ago.
-        if let Err(error) = unsafe { cu!(cuCtxSetCurrent(self.0)) } {
-            // The call's own result stands: losing it would lose what it created.
-            tracing::error!(%error, "this thread's CUDA context could not be put back");
-        }
-    }
-}
 
 impl Primary {
     fn retain(ordinal: u32) -> Result<Self> {
@@ -95,16 +82,14 @@ impl Primary {
 
     /// Runs `f` with this context current, then puts back the thread's own.
     fn with<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
-        let mut was = std::ptr::null_mut();
-        // SAFETY: `was` is valid for a write.
-        unsafe { cu!(cuCtxGetCurrent(&mut was))? };
-        if was == self.context {
-            return f();
-        }
-        let _back = Back(was);
-        // SAFETY: `retain` keeps the context alive.
-        unsafe { cu!(cuCtxSetCurrent(self.context))? };
-        f()
+        let current = || {
+            let mut was = std::ptr::null_mut();
+            // SAFETY: `was` is valid for a write.
+            unsafe { cu!(cuCtxGetCurrent(&mut was))? };
+            Ok(was)
+        };
+        // SAFETY: `retain` keeps our context alive; the other one was current on this thread a moment ago.
+        selecting(self.context, current, |context| unsafe { cu!(cuCtxSetCurrent(context)) }, f)
     }
 }
 
@@ -117,15 +102,12 @@ impl Drop for Primary {
     }
 }
 
-/// One GPU. Open it with [`open`](crate::open), which keeps it.
+/// The calls of one GPU.
 #[derive(Debug)]
-pub struct Cuda {
+pub(crate) struct Cuda {
     ordinal: u32,
     primary: Primary,
     granularity: u64,
-    /// Process that opened it. CUDA does not survive a fork, and the book's lock may not either.
-    owner: u32,
-    book: Mutex<Book>,
     /// For `clear`; made by the first.
     stream: OnceLock<Stream>,
 }
@@ -153,27 +135,7 @@ impl Cuda {
         let wanted = prop(primary.device);
         // SAFETY: both pointers are valid for the call.
         primary.with(|| unsafe { cu!(cuMemGetAllocationGranularity(&mut granularity, &wanted, least)) })?;
-        Ok(Cuda {
-            ordinal,
-            primary,
-            granularity: granularity as u64,
-            owner: std::process::id(),
-            book: Mutex::default(),
-            stream: OnceLock::new(),
-        })
-    }
-
-    fn book(&self) -> MutexGuard<'_, Book> {
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Refuses in a fork of the process that opened the device. Asked where a caller may begin, not in every call: whoever has
-    /// a range asks before (it costs a system call), and CUDA itself refuses all of them in a fork.
-    fn enter(&self, call: &'static str) -> Result<()> {
-        match self.owner == std::process::id() {
-            true => Ok(()),
-            false => Err(DriverError::Forked { call, owner: self.owner }),
-        }
+        Ok(Cuda { ordinal, primary, granularity: granularity as u64, stream: OnceLock::new() })
     }
 
     /// The stream of `clear`. It waits for no other and no other waits for it.
@@ -205,9 +167,10 @@ fn location(device: sys::CUdevice) -> sys::CUmemLocation {
     sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device }
 }
 
-// The book is asked before each call, and no lock is held across it: freeing a range takes 80 ms on an H200, during which
-// another group may map. What a call ends is out of the book while the call lasts and back in it if the call fails.
-impl Driver for Cuda {
+impl Api for Cuda {
+    /// In every trial on an H200, whichever process had the memory before.
+    const FRESH_IS_ZERO: bool = true;
+
     fn device(&self) -> Device {
         Device::Cuda(self.ordinal)
     }
@@ -217,111 +180,70 @@ impl Driver for Cuda {
     }
 
     fn reserve(&self, bytes: u64) -> Result<usize> {
-        const CALL: &str = "cuMemAddressReserve";
-        self.enter(CALL)?;
-        check_size(CALL, bytes, self.granularity)?;
         let mut address = 0;
         self.primary.with(|| {
             // SAFETY: `address` is valid for a write; no address is asked for.
             unsafe { cu!(cuMemAddressReserve(&mut address, bytes as usize, 0, 0, 0); bytes) }
         })?;
-        let address = address as usize;
-        self.book().put_range(address, bytes);
-        Ok(address)
+        Ok(address as usize)
     }
 
-    fn free(&self, address: usize, bytes: u64) -> Result<()> {
-        self.book().take_range("cuMemAddressFree", address, bytes)?;
-        // SAFETY: this is one whole reservation of ours with nothing mapped in it.
-        let freed = self.primary.with(|| unsafe { cu!(cuMemAddressFree(address as u64, bytes as usize)) });
-        if freed.is_err() {
-            self.book().put_range(address, bytes);
-        }
-        freed
+    unsafe fn free(&self, address: usize, bytes: u64) -> Result<()> {
+        // SAFETY: the caller keeps this method's contract.
+        self.primary.with(|| unsafe { cu!(cuMemAddressFree(address as u64, bytes as usize)) })
     }
 
     fn create(&self, bytes: u64) -> Result<Handle> {
-        check_size("cuMemCreate", bytes, self.granularity)?;
         let mut raw = 0;
         let wanted = prop(self.primary.device);
         // SAFETY: both pointers are valid for the call.
         self.primary.with(|| unsafe { cu!(cuMemCreate(&mut raw, bytes as usize, &wanted, 0); bytes) })?;
-        let handle = Handle::from_raw(raw);
-        self.book().add_handle(handle, bytes);
-        Ok(handle)
+        Ok(Handle::from_raw(raw))
     }
 
-    fn release(&self, handle: Handle) -> Result<()> {
-        let held = self.book().take_handle("cuMemRelease", handle)?;
-        // SAFETY: the handle is ours, and nobody else can release it now.
-        let released = self.primary.with(|| unsafe { cu!(cuMemRelease(handle.raw())) });
-        if released.is_err() {
-            self.book().put_handle(handle, held);
-        }
-        released
+    unsafe fn release(&self, handle: Handle) -> Result<()> {
+        // SAFETY: the caller keeps this method's contract.
+        self.primary.with(|| unsafe { cu!(cuMemRelease(handle.raw())) })
     }
 
-    fn share(&self, handle: Handle) -> Result<()> {
-        self.book().share("share", handle)
-    }
-
-    fn map(&self, address: usize, bytes: u64, handle: Handle) -> Result<()> {
-        self.book().add_mapping("cuMemMap", address, bytes, handle)?;
-        let mapped = self.primary.with(|| {
-            // SAFETY: a hole in a reservation of ours, and a handle of ours that has this size.
+    unsafe fn map(&self, address: usize, bytes: u64, handle: Handle) -> Result<()> {
+        self.primary.with(|| {
+            // SAFETY: the caller keeps this method's contract.
             unsafe { cu!(cuMemMap(address as u64, bytes as usize, 0, handle.raw(), 0); bytes) }
-        });
-        if mapped.is_err() {
-            self.book().take_mapping("cuMemMap", address, bytes)?;
-        }
-        mapped
+        })
     }
 
-    fn set_access(&self, address: usize, bytes: u64, access: Access) -> Result<()> {
-        self.book().check_access("cuMemSetAccess", address, bytes, access)?;
+    unsafe fn set_access(&self, address: usize, bytes: u64, access: Access) -> Result<()> {
         let flags = match access {
             Access::ReadWrite => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
             Access::Read => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
         };
         let wanted = sys::CUmemAccessDesc { location: location(self.primary.device), flags };
         self.primary.with(|| {
-            // SAFETY: exactly one mapping of ours; one descriptor is passed.
+            // SAFETY: the caller keeps this method's contract; one descriptor is passed.
             unsafe { cu!(cuMemSetAccess(address as u64, bytes as usize, &wanted, 1); bytes) }
-        })?;
-        self.book().opened(address, access);
-        Ok(())
+        })
     }
 
-    fn clear(&self, mappings: &[(usize, u64)]) -> Result<()> {
-        self.book().check_writable("cuMemsetD8Async", mappings)?;
+    unsafe fn clear(&self, mappings: &[(usize, u64)]) -> Result<()> {
         self.primary.with(|| {
             let stream = self.stream()?;
-            let mut queued = Ok(());
-            for &(address, bytes) in mappings {
-                // SAFETY: exactly one mapping of ours, open for writing, which its owner keeps until this returns.
-                queued = unsafe { cu!(cuMemsetD8Async(address as u64, 0, bytes as usize, stream)) };
-                if queued.is_err() {
-                    break;
-                }
-            }
+            let queued = mappings.iter().try_for_each(|&(address, bytes)| {
+                // SAFETY: the caller keeps this method's contract.
+                unsafe { cu!(cuMemsetD8Async(address as u64, 0, bytes as usize, stream)) }
+            });
             // SAFETY: the stream is ours. What was queued is waited for in any case: it writes to the mappings.
             let waited = unsafe { cu!(cuStreamSynchronize(stream)) };
             queued.and(waited)
         })
     }
 
-    fn unmap(&self, address: usize, bytes: u64) -> Result<()> {
-        let mapping = self.book().take_mapping("cuMemUnmap", address, bytes)?;
-        // SAFETY: exactly one mapping of ours, which nobody else can unmap now.
-        let unmapped = self.primary.with(|| unsafe { cu!(cuMemUnmap(address as u64, bytes as usize)) });
-        if unmapped.is_err() {
-            self.book().put_mapping(address, mapping);
-        }
-        unmapped
+    unsafe fn unmap(&self, address: usize, bytes: u64) -> Result<()> {
+        // SAFETY: the caller keeps this method's contract.
+        self.primary.with(|| unsafe { cu!(cuMemUnmap(address as u64, bytes as usize)) })
     }
 
     fn mem_info(&self) -> Result<MemInfo> {
-        self.enter("cuMemGetInfo")?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: both are valid for writes.
         self.primary.with(|| unsafe { cu!(cuMemGetInfo_v2(&mut free, &mut total)) })?;
@@ -329,7 +251,6 @@ impl Driver for Cuda {
     }
 
     fn synchronise(&self) -> Result<()> {
-        self.enter("cuCtxSynchronize")?;
         // SAFETY: takes nothing.
         self.primary.with(|| unsafe { cu!(cuCtxSynchronize()) })
     }
