@@ -124,8 +124,8 @@ class Buffer:
 class FTensor:
     """A reserved range of addresses with memory under some of its pages.
 
-    `device` is "cuda:N" or "cpu". `unbacked`: what lies under a page without memory, "hole" (touching it is an error of the
-    device) or "zero" (it reads as zeros; writing is an error of the device; changing a page waits for the device first).
+    `device` is "cuda:N", "hip:N" or "cpu". `unbacked`: what lies under a page without memory, "hole" (touching it is an error of
+    the device) or "zero" (it reads as zeros; writing is an error of the device; changing a page waits for the device first).
     `cache_bytes`: memory of released pages to keep for the next ones. Thread-safe; the GIL is released around driver calls.
     A fork of the process has none of the memory: calls there raise `DriverError`.
     """
@@ -299,7 +299,7 @@ class InstanceRecord:
     def close(self) -> None: ...
 
 def backend_available(backend: str) -> str | None:
-    """None where backend "cuda" or "host" can be used, else why it cannot."""
+    """None where backend "cuda", "hip" or "host" can be used, else why it cannot."""
 
 def granularity(device: str) -> int:
     """Smallest physical allocation of the device, bytes."""

@@ -51,12 +51,14 @@ _process: _Process | None = None
 
 
 def _default_device() -> str:
-    """The first GPU where the driver starts and finds one, else the host backend."""
-    try:
-        _core.granularity("cuda:0")
-    except KVCachedError:
-        return "cpu"
-    return "cuda:0"
+    """The first GPU where a driver starts and finds one, else the host backend."""
+    for device in ("cuda:0", "hip:0"):
+        try:
+            _core.granularity(device)
+        except KVCachedError:
+            continue
+        return device
+    return "cpu"
 
 
 def init_kvcached(
@@ -65,7 +67,8 @@ def init_kvcached(
     """Choose the device that this process's KV tensors live on.
 
     Args:
-        device: "cuda:N" or "cpu" (the host backend). None: the first GPU, or "cpu" where there is none.
+        device: "cuda:N" (NVIDIA), "hip:N" (AMD; PyTorch for ROCm calls it "cuda:N") or "cpu" (the host backend). None: the
+            first GPU, or "cpu" where there is none.
         page_size: target size of a page in bytes, a multiple of the device's granularity; 0: that of
             `KVCACHED_PAGE_MB`, else chosen by the solver.
         contiguous_layout: True: one piece of memory a page for all buffers, sparse block ids. False: one a buffer and page,
@@ -108,7 +111,7 @@ def _state() -> _Process:
 
 
 def backend_name() -> str:
-    """ "cuda" or "host": what backs this process's tensors, or would by default before `init_kvcached`."""
+    """ "cuda", "hip" or "host": what backs this process's tensors, or would by default before `init_kvcached`."""
     device = _process.device if _process is not None else _default_device()
     return "host" if device == "cpu" else device.partition(":")[0]
 

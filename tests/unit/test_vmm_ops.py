@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,11 +59,17 @@ def test_without_a_gpu_the_host_backend_is_chosen():
         vmm_ops.init_kvcached("cuda:0")
 
 
+def run_with_library(directory: Path, name: str, source: Path, code: str) -> None:
+    """Run Python code in a process that finds the compiled source as library `name`."""
+    subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-o", directory / name, source], check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(directory)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+
+
 def test_a_driver_without_our_functions_is_named_not_a_crash(tmp_path):
     """An old libcuda: stood in for by a library that has none of the functions."""
-    (tmp_path / "empty.c").write_text("int nothing;\n")
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run(["cc", "-shared", "-o", library, tmp_path / "empty.c"], check=True)
+    source = tmp_path / "empty.c"
+    source.write_text("int nothing;\n")
     code = (
         "import kvcached\n"
         "from kvcached import _core, errors\n"
@@ -72,8 +79,49 @@ def test_a_driver_without_our_functions_is_named_not_a_crash(tmp_path):
         "except errors.DriverUnavailableError as e: assert 'the driver has no cuInit' in str(e), e\n"
         "else: raise SystemExit('no error')\n"
     )
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    run_with_library(tmp_path, "libcuda.so.1", source, code)
+
+
+def test_without_rocm_an_amd_gpu_is_refused_by_name():
+    if _core.backend_available("hip") is None:
+        pytest.skip("this machine has libamdhip64")
+    assert "libamdhip64" in _core.backend_available("hip:1")
+    geometry = _core.Geometry.solve(2, 32 << 10, 4096)
+    for call in (
+        lambda: _core.granularity("hip:0"),
+        lambda: _core.mem_info("hip:0"),
+        lambda: _core.FTensor("hip:0", geometry, 8),
+        lambda: vmm_ops.init_kvcached("hip:0"),
+    ):
+        with pytest.raises(DriverUnavailableError, match=r"libamdhip64\.so"):
+            call()
+    with pytest.raises(KVCachedConfigError, match=r'"hip:N"'):
+        vmm_ops.init_kvcached("hip:x")
+
+
+def test_tensors_of_an_amd_gpu(tmp_path):
+    """The runtime is one of ours, whose memory is ordinary memory (crates/vmm/tests/fake_hip)."""
+    source = Path(__file__).parents[2] / "crates/vmm/tests/fake_hip/runtime.c"
+    code = (
+        "import ctypes, sys; sys.modules['torch'] = None\n"  # one for ROCm takes such a device, and is not here
+        "from kvcached import _core, vmm_ops\n"
+        "assert _core.backend_available('hip') is None\n"
+        "vmm_ops.init_kvcached('hip:1')\n"
+        "assert vmm_ops.backend_name() == 'hip'\n"
+        "total = 128 << 20\n"
+        "assert _core.granularity('hip:1') == 2 << 20 and _core.mem_info('hip') == (total // 2, total // 2)\n"
+        "vmm_ops.create_kv_tensors(1 << 24, 2, block_bytes=32 << 10)\n"
+        "ftensor = vmm_ops.get_ftensor()\n"
+        "buffer = ftensor.buffers()[0]\n"
+        "assert ftensor.device == 'hip:1' and buffer.__dlpack_device__() == (10, 1)\n"
+        "free = _core.mem_info('hip:1')[0]\n"
+        "vmm_ops.map_to_kv_tensors([0])\n"
+        "assert _core.mem_info('hip:1') == (free - ftensor.mapped_bytes, total)\n"
+        "assert ctypes.string_at(buffer.ptr, 32 << 10) == bytes(32 << 10)\n"
+        "vmm_ops.unmap_from_kv_tensors([0])\n"
+        "assert _core.mem_info('hip:1') == (free, total)\n"
+    )
+    run_with_library(tmp_path, "libamdhip64.so", source, code)
 
 
 def test_import_needs_neither_libcuda_nor_torch():
@@ -83,7 +131,7 @@ def test_import_needs_neither_libcuda_nor_torch():
         "kvcached.vmm_ops.init_kvcached('cpu')\n"
         "t = kvcached.vmm_ops.create_kv_tensors(1 << 24, 2, num_layers=2)\n"
         "assert type(t[0]).__name__ == 'Buffer', t\n"
-        "assert not any('libcuda' in line for line in open('/proc/self/maps'))\n"
+        "assert not any('libcuda' in line or 'libamdhip' in line for line in open('/proc/self/maps'))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

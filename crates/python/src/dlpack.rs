@@ -12,6 +12,8 @@ use pyo3::prelude::*;
 pub const CPU: i32 = 1;
 /// `kDLCUDA` of dlpack.h.
 pub const CUDA: i32 = 2;
+/// `kDLROCM` of dlpack.h. PyTorch for ROCm calls such a device "cuda:N" and takes this kind for it.
+pub const ROCM: i32 = 10;
 
 #[repr(C)]
 struct Device {

@@ -255,6 +255,7 @@ impl Buffer {
     fn __dlpack_device__(&self) -> (i32, i32) {
         match self.tensor.device() {
             Device::Cuda(ordinal) => (dlpack::CUDA, ordinal as i32),
+            Device::Hip(ordinal) => (dlpack::ROCM, ordinal as i32),
             Device::Host => (dlpack::CPU, 0),
         }
     }

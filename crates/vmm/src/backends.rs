@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::driver::{Device, Driver, DriverError};
 use crate::gpu::Gpu;
-use crate::{cuda, host};
+use crate::{cuda, hip, host};
 
 /// The driver of `device`, opened once a process and kept until it ends.
 ///
@@ -22,6 +22,7 @@ pub fn open(device: Device) -> Result<Arc<dyn Driver>, DriverError> {
     }
     let driver: Arc<dyn Driver> = match device {
         Device::Cuda(ordinal) => Arc::new(Gpu::new(cuda::Cuda::open(ordinal)?)),
+        Device::Hip(ordinal) => Arc::new(Gpu::new(hip::Hip::open(ordinal)?)),
         Device::Host => Arc::new(host::Host::new()?),
     };
     opened.insert(key, Arc::clone(&driver));
@@ -30,8 +31,8 @@ pub fn open(device: Device) -> Result<Arc<dyn Driver>, DriverError> {
 
 /// Whether `device` can be opened as far as can be told without starting the driver.
 ///
-/// For CUDA: the library loads and has every function. Deliberately no `cuInit`: a process that has started CUDA can no
-/// longer fork a worker that uses it.
+/// For a GPU: the library loads and has every function. Deliberately no `cuInit` or `hipInit`: a process that has started
+/// the GPU's library can no longer fork a worker that uses it.
 pub fn available(device: Device) -> Result<(), DriverError> {
     match device {
         Device::Host => Ok(()),
@@ -39,6 +40,7 @@ pub fn available(device: Device) -> Result<(), DriverError> {
             None => Ok(()),
             Some(call) => Err(DriverError::NoSymbol { call }),
         },
+        Device::Hip(_) => hip::available(),
     }
 }
 

@@ -5,11 +5,13 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Where memory comes from. Written as engines write it: `cuda:1`, `cuda` (device 0), `cpu`.
+/// Where memory comes from. Written as engines write it: `cuda:1`, `cuda` (device 0), `hip:1`, `hip`, `cpu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Device {
     /// An NVIDIA GPU, by the ordinal that the driver gives it in this process.
     Cuda(u32),
+    /// An AMD GPU, likewise.
+    Hip(u32),
     /// Ordinary memory of this machine.
     Host,
 }
@@ -18,6 +20,7 @@ impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Device::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            Device::Hip(ordinal) => write!(f, "hip:{ordinal}"),
             Device::Host => f.write_str("cpu"),
         }
     }
@@ -25,7 +28,7 @@ impl fmt::Display for Device {
 
 /// A device name that is none.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("no such device: {name:?}; use \"cuda:N\", \"cuda\" or \"cpu\"")]
+#[error("no such device: {name:?}; use \"cuda:N\", \"cuda\", \"hip:N\", \"hip\" or \"cpu\"")]
 pub struct DeviceNameError {
     /// What was given.
     pub name: String,
@@ -36,18 +39,18 @@ impl FromStr for Device {
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
         let unknown = || DeviceNameError { name: name.to_owned() };
-        match name {
-            "cpu" => Ok(Device::Host),
-            "cuda" => Ok(Device::Cuda(0)),
-            _ => {
-                let ordinal = name.strip_prefix("cuda:").ok_or_else(unknown)?;
-                // `u32::from_str` takes a sign, which no device name has.
-                if !ordinal.bytes().all(|b| b.is_ascii_digit()) {
-                    return Err(unknown());
-                }
-                ordinal.parse().map(Device::Cuda).map_err(|_| unknown())
-            }
+        let (backend, ordinal) = name.split_once(':').unwrap_or((name, "0"));
+        let device = match backend {
+            "cpu" if backend == name => return Ok(Device::Host),
+            "cuda" => Device::Cuda,
+            "hip" => Device::Hip,
+            _ => return Err(unknown()),
+        };
+        // `u32::from_str` takes a sign, which no device name has.
+        if !ordinal.bytes().all(|b| b.is_ascii_digit()) {
+            return Err(unknown());
         }
+        ordinal.parse().map(device).map_err(|_| unknown())
     }
 }
 
@@ -200,17 +203,24 @@ mod tests {
 
     #[test]
     fn device_names_go_both_ways() {
-        for (name, device) in
-            [("cpu", Device::Host), ("cuda:0", Device::Cuda(0)), ("cuda:17", Device::Cuda(17))]
-        {
+        for (name, device) in [
+            ("cpu", Device::Host),
+            ("cuda:0", Device::Cuda(0)),
+            ("cuda:17", Device::Cuda(17)),
+            ("hip:0", Device::Hip(0)),
+            ("hip:3", Device::Hip(3)),
+        ] {
             assert_eq!(name.parse(), Ok(device));
             assert_eq!(device.to_string(), name);
         }
         assert_eq!("cuda".parse(), Ok(Device::Cuda(0)));
-        for bad in ["", "CPU", "cuda:", "cuda:-1", "cuda:+1", "cuda:1 ", "cuda:4294967296", "hip:0", "cpu:0"]
-        {
+        assert_eq!("hip".parse(), Ok(Device::Hip(0)));
+        let numbers =
+            ["cuda:", "cuda:-1", "cuda:+1", "cuda:1 ", "cuda:4294967296", "hip:", "hip:-1", "hip:0:1"];
+        for bad in numbers.into_iter().chain(["", ":", ":0", "CPU", "cpu:0", "rocm:0", "hi"]) {
             let said = bad.parse::<Device>().unwrap_err().to_string();
-            assert!(said.contains(&format!("{bad:?}")) && said.contains("cuda:N"), "{said}");
+            assert!(said.contains(&format!("{bad:?}")), "{said}");
+            assert!(said.contains("\"cuda:N\"") && said.contains("\"hip:N\""), "{said}");
         }
     }
 

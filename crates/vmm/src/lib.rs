@@ -2,11 +2,11 @@
 //!
 //! [`Geometry`] is pure arithmetic: it chooses the page of a group and translates between block ids, pages and bytes.
 //! [`FTensor`] is one reserved range of addresses whose pages are backed and given back one by one while the range stays
-//! where it is. It speaks to physical memory through [`Driver`], which has a backend for NVIDIA GPUs (`cuda`), one for
-//! ordinary memory ([`host`]) and one that checks its caller (`sim`, a feature for tests).
+//! where it is. It speaks to physical memory through [`Driver`], which has a backend for NVIDIA GPUs (`cuda`), one for AMD
+//! GPUs (`hip`), one for ordinary memory ([`host`]) and one that checks its caller (`sim`, a feature for tests).
 //!
-//! `unsafe` stays within the real backends and the frame of those for GPUs (`gpu`). They keep a book of what is theirs, so that
-//! no argument of a [`Driver`] method can reach memory of somebody else: the trait is safe to call.
+//! `unsafe` stays within the real backends and the frame of those for GPUs (`gpu`). They keep a book of what is theirs, so
+//! that no argument of a [`Driver`] method can reach memory of somebody else: the trait is safe to call.
 
 #![deny(unsafe_code)]
 
@@ -21,6 +21,7 @@ mod error;
 mod ftensor;
 pub mod geometry;
 mod gpu;
+mod hip;
 pub mod host;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
