@@ -115,7 +115,7 @@ def holes(device: str, shape: Shape, block_bytes: int, buffers_per_layer: int, u
         page += run
     num_pages = page  # the last row of all has memory
     ranges = [
-        _core.FTensor(device, geometry, num_pages * geometry.blocks_per_page)
+        _core.FTensor(device, geometry, num_pages * geometry.blocks_per_page, unbacked="hole")
         for _ in range(buffers_per_layer)
     ]
     for ftensor in ranges:
@@ -154,7 +154,7 @@ def highest_ids(device: str, shape: Shape, block_bytes: int, buffers_per_layer: 
     backed = _around_anchors(
         num_pages, geometry.page_bytes, max(LEAST_BACKED_PAGES, -(-usable // geometry.blocks_per_page))
     )
-    ftensor = _core.FTensor(device, geometry, num_pages * geometry.blocks_per_page)
+    ftensor = _core.FTensor(device, geometry, num_pages * geometry.blocks_per_page, unbacked="hole")
     ftensor.map(backed)
     tensors = [_tensor(buffer) for buffer in ftensor.buffers()]
     sparse = [tensors[:buffers_per_layer], tensors[-buffers_per_layer:]]
