@@ -185,6 +185,7 @@ def _environment(device: str) -> dict[str, str]:
     if device == "cpu":
         environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        environ.setdefault("TRITON_INTERPRET", "1")  # SGLang's copy of tokens and its allocation
         return environ
     index = int(device.partition(":")[2])
     visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -80,6 +80,10 @@ class _Opened:
             cache[targets] = cache[sources]
         return True
 
+    def wrong_with_ids(self, ids: Sequence[int]) -> list[str]:
+        """See `Opened.wrong_with_ids`: there are none."""
+        return []
+
 
 def _attend(query: Any, key: Any, value: Any) -> Any:
     """Causal attention of the last tokens of a sequence over all of it, [tokens, heads, head size]."""

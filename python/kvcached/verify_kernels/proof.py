@@ -56,6 +56,9 @@ def prove(subject: Subject, device: str, phase: str, quick: bool, report: Callab
                     report(differs=f"{batch.name}: {what}")
         report(case=f"block copy, {shape}")
         count += _copied(arena, sparse, dense, device, report)
+        report(case=f"ids, {shape}")
+        for what in sparse.wrong_with_ids(arena.ids):
+            report(differs=f"{what}, {shape}")
         arena.close()
         del sparse, dense
         gc.collect()
@@ -122,12 +125,10 @@ def _inputs(batch: Batch, ids: Sequence[int], stale_ids: Sequence[int], device: 
     generator = torch.Generator(device).manual_seed(batch.seed)
 
     def random(heads: int) -> Any:
-        return torch.randn(
-            (tokens, heads, shape.head_size),
-            generator=generator,
-            device=device,
-            dtype=getattr(torch, shape.dtype),
-        )
+        size, dtype = (tokens, heads, shape.head_size), getattr(torch, shape.dtype)
+        made = torch.randn(size, generator=generator, device=device, dtype=dtype)
+        made[len(slots) :] = 0  # SGLang stores those of padding too, all in one row
+        return made
 
     return Inputs(
         batch=batch,

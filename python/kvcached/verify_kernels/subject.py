@@ -58,6 +58,11 @@ class Opened(Protocol):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """Copy blocks (from id, to id) in every layer, as the engine does; False where it has no such operation."""
 
+    def wrong_with_ids(self, ids: Sequence[int]) -> list[str]:
+        """Which other kernels of the engine make something else of these block ids than they should, for example those that
+        give them out. At least nine ids, all with memory.
+        """
+
 
 class Subject(Protocol):
     """One backend of one engine, in this process.

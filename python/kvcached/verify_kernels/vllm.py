@@ -257,6 +257,10 @@ class _Opened:
         copy_kv_cache_blocks_inplace(self._caches, self._num_rows, list(pairs))
         return True
 
+    def wrong_with_ids(self, ids: Sequence[int]) -> list[str]:
+        """See `Opened.wrong_with_ids`: there are none."""
+        return []
+
     def _metadata(self, inputs: Inputs) -> Any:
         """What vLLM's model runner tells a builder, of the members that this version has."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
