@@ -22,7 +22,7 @@ NUM_BLOCKS = 100
 
 @pytest.fixture
 def memory():
-    made = EngineMemory(Settings(page_mb=1), "vllm test")
+    made = EngineMemory(Settings(page_mb=1, layout="chunked", unbacked="hole"), "vllm", "test")
     made.reserve(Agreement(tuple("abcd"), BLOCK, 16, NUM_BLOCKS), "cpu")
     yield made
     made.close()
@@ -136,7 +136,7 @@ class TestBudget:
     @pytest.fixture
     def config(self):
         config = SimpleNamespace(gpu_memory_utilization=0.9)
-        EngineMemory(Settings(), "vllm test").attach(config)
+        EngineMemory(Settings(), "vllm", "test").attach(config)
         return config
 
     def test_a_neighbour_is_no_reason_not_to_start(self, device, config):

@@ -31,7 +31,7 @@ class Scheduler:
         block_pool.overlay_block_pool(native, self.pool)
         self.kv_cache_manager = SimpleNamespace(block_pool=native)
         self.cache_config = SimpleNamespace()
-        self.memory = EngineMemory(SimpleNamespace(), "vllm test")
+        self.memory = EngineMemory(SimpleNamespace(), "vllm", "test")
         self.memory.pool, self.memory._ftensor = self.pool, self.pool.ftensor
         self.memory.attach(self.cache_config)
         self.during_schedule = self.during_update = lambda: None

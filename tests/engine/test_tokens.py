@@ -29,3 +29,19 @@ def test_one_block_a_page(elastic, native_outcome):
     engine = elastic({"KVCACHED_PAGE_MB": "1"}, **arguments)
     assert engine.pool.geometry.blocks_per_page == 1
     assert engine.run() == native_outcome(**arguments)
+
+
+@pytest.mark.parametrize("blocks", [PLENTY, FEW], ids=["plenty", "few"])
+def test_dense_ids_over_zeros(elastic, native_outcome, blocks):
+    """What a backend gets of which nothing is known."""
+    arguments = {"enable_prefix_caching": True} | blocks
+    engine = elastic({"KVCACHED_LAYOUT": "per-layer", "KVCACHED_UNBACKED": "zero"}, **arguments)
+    ftensor, geometry = engine.pool.ftensor, engine.pool.geometry
+    assert (geometry.layout, ftensor.unbacked) == ("per-layer", "zero")
+    assert geometry.runs_per_page == geometry.num_buffers > 1
+    assert engine.run() == native_outcome(**arguments)
+
+
+def test_a_proven_backend_gets_holes_and_one_handle_a_page(elastic):
+    engine = elastic()
+    assert (engine.pool.geometry.layout, engine.pool.ftensor.unbacked) == ("chunked", "hole")

@@ -27,7 +27,7 @@ BUSY_CYCLES = 2_000_000_000  # about a second
 def allocator(request, monkeypatch):
     monkeypatch.setenv("ENABLE_KVCACHED", "true")
     page_size = request.param
-    memory = EngineMemory(Settings(max_reserved_mb=0), "sglang test")
+    memory = EngineMemory(Settings(max_reserved_mb=0, layout="chunked", unbacked="hole"), "sglang", "test")
     layers = tuple(f"{kind}{layer}" for layer in range(4) for kind in "kv")
     memory.reserve(Agreement(layers, 2048 * page_size, page_size, TOKENS // page_size + 1), "cuda:0")
     pool = SimpleNamespace()

@@ -63,13 +63,16 @@ def reserved_memory(
     """What an engine agreed on: pages of four blocks. The ids have holes, as many as buffers - 1 in each page."""
     settings = SimpleNamespace(
         page_bytes=len(buffers) * BLOCKS_PER_PAGE * BLOCK_BYTES,
+        layout="chunked",
+        unbacked="hole",
+        handle_cache_bytes=0,
         pool_options={
             "min_reserved_bytes": 0,
             "max_reserved_bytes": max_reserved_bytes,
             "highest_pages_first": highest_pages_first,
         },
     )
-    memory = EngineMemory(settings, "sglang test")
+    memory = EngineMemory(settings, "sglang", "test")
     memory.reserve(Agreement(buffers, BLOCK_BYTES, page_size, usable_blocks + 1), "cpu")
     geometry = memory.ftensor.geometry
     assert geometry.ids_per_page > geometry.blocks_per_page == BLOCKS_PER_PAGE

@@ -172,9 +172,13 @@ class TestConfigurator:
         memory = EngineMemory(
             SimpleNamespace(
                 page_bytes=None,
+                layout="chunked",
+                unbacked="hole",
+                handle_cache_bytes=0,
                 pool_options={"min_reserved_bytes": 0, "max_reserved_bytes": 0, "highest_pages_first": False},
             ),
-            "sglang test",
+            "sglang",
+            "test",
         )
         memory.attach(made.server_args)
         yield made
@@ -338,7 +342,7 @@ class TestCapacity:
 
             monkeypatch.setattr(kv_cache_configurator, "get_available_gpu_memory", free_gib)
             server_args = SimpleNamespace()
-            memory = EngineMemory(SimpleNamespace(), "sglang test")
+            memory = EngineMemory(SimpleNamespace(), "sglang", "test")
             if elastic:
                 memory.attach(server_args)
                 memory.own_use = device.own_use()

@@ -97,7 +97,7 @@ def test_sizing_after_graph_capture():
         refusals.check_engine(arguments(post_capture_kv_sizing_planned=lambda: True))
 
 
-def configurator(backends: tuple[str, str] = ("triton", "torch_native"), **others: Any) -> Any:
+def configurator(**others: Any) -> Any:
     """As SGLang's `KVCacheConfigurator` is for a plain model, before it has built anything."""
     plain = {
         "is_draft_worker": False,
@@ -113,7 +113,6 @@ def configurator(backends: tuple[str, str] = ("triton", "torch_native"), **other
     assert others.keys() <= plain.keys()
     return SimpleNamespace(
         model_config=SimpleNamespace(**model),
-        server_args=SimpleNamespace(get_attention_backends=lambda: backends),
         **plain | others,
     )
 
@@ -131,8 +130,6 @@ def test_a_plain_model_is_carried():
         ({"mambaish_config": object()}, "a hybrid model"),
         ({"is_encoder_decoder": True}, "cross attention"),
         ({"kv_cache_dtype": torch.float8_e4m3fn}, "a KV cache of torch.float8_e4m3fn for a model of torch.bfloat16"),
-        ({"backends": ("flashinfer", "triton")}, "attention backend flashinfer"),
-        ({"backends": ("triton", "trtllm_mha")}, "attention backend trtllm_mha"),
     ],
 )  # fmt: skip
 def test_a_model_that_is_not_carried_is_named(other, what):

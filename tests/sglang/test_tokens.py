@@ -65,6 +65,7 @@ ENGINES = {
     "elastic-16-no-radix": Engine(16, NO_RADIX, STRICT),
     "small": Engine(16, SMALL, STRICT | {"KVCACHED_PAGE_ORDER": "highest"}),
     "unified": Engine(16, environment=STRICT | {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}),
+    "dense": Engine(16, environment=STRICT | {"KVCACHED_LAYOUT": "per-layer", "KVCACHED_UNBACKED": "zero"}),
     "mutant": Engine(16, environment=STRICT | {"TEST_HOOK": "shift"}),
     "shared": Engine(1, environment=STRICT | {"TEST_HOOK": "share"}),
     "refused": Engine(16, MIXED, ELASTIC),
@@ -180,18 +181,18 @@ def needs(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.engines(*names)
 
 
-def working(found: Outcome) -> Outcome:
-    """It ran, on kvcached, and nobody complained."""
+def working(found: Outcome, zeros: int = 0) -> Outcome:
+    """It ran, on kvcached, and nobody complained. `zeros`: bytes of those under unbacked memory."""
     assert found.started, found.log[-6000:]
     assert found.complaints == []
     assert found.refusals == []
-    assert found.memory["started"] == {"used_bytes": PAGE, "reserved_bytes": 0}, (
+    assert found.memory["started"] == {"used_bytes": PAGE, "reserved_bytes": zeros}, (
         "page 0, and nothing but that"
     )
     flushed = found.memory["flushed"]
     assert flushed is not None
     assert flushed["used_bytes"] == PAGE
-    assert flushed["reserved_bytes"] <= PAGE
+    assert flushed["reserved_bytes"] <= PAGE + zeros
     return found
 
 
@@ -237,6 +238,16 @@ def test_retracted_at_the_end_of_the_id_space(outcome):
 def test_unified_radix_tree(outcome):
     got = working(outcome("unified"))
     expected = native(outcome("native-16"))
+    assert got.tokens == expected.tokens
+    assert got.hits == expected.hits
+
+
+@needs("native-16", "dense")
+def test_dense_ids_over_zeros(outcome):
+    """What a backend gets of which nothing is known."""
+    got = working(outcome("dense"), zeros=PAGE // 8)  # K and V of four layers
+    expected = native(outcome("native-16"))
+    assert "unbacked memory zero" in got.log and "per-layer: " in got.log
     assert got.tokens == expected.tokens
     assert got.hits == expected.hits
 

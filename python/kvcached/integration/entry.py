@@ -106,7 +106,7 @@ def start(
     except Exception as error:  # an engine must not die of us, whatever it is
         decline(error)
         return None
-    return EngineMemory(settings, f"{engine} {found}")
+    return EngineMemory(settings, engine, found)
 
 
 def _wanted() -> bool:

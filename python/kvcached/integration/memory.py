@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcached import _core
 from kvcached.instance import process_record
+from kvcached.integration.kernels import Kernels, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -49,14 +50,14 @@ class Agreement:
 class EngineMemory:
     """What one engine has of us. Found again through the configs that it was attached to.
 
-    An engine's objects meet it in this order: whoever starts the engine (`attach`), the KV cache once it is
-    agreed (`reserve`), the worker (`tensors`), warm-up (`back_rows`, `unback`), the scheduler (`open_pool`),
+    An engine's objects meet it in this order: whoever starts the engine (`attach`), the model once it is loaded
+    (`backends`), the KV cache once it is agreed (`reserve`), the worker (`tensors`), warm-up (`back_rows`, `unback`), the scheduler (`open_pool`),
     the end (`close`). Engines in one process know nothing of each other.
     """
 
-    def __init__(self, settings: Settings, engine: str) -> None:
+    def __init__(self, settings: Settings, engine: str, version: str) -> None:
         self.settings = settings
-        self.engine = engine
+        self.kernels = Kernels(engine, version, frozenset())
         self.agreement: Agreement | None = None
         self.pool: _core.Pool | None = None
         self.own_use: OwnUse | None = None
@@ -91,6 +92,15 @@ class EngineMemory:
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())  # in another process the config is an ordinary one
 
+    @property
+    def engine(self) -> str:
+        """The engine and its version, as others see them."""
+        return f"{self.kernels.engine} {self.kernels.version}"
+
+    def attended_by(self, backends: Iterable[str]) -> None:
+        """The attention backends that will run on this memory, by the names of `kvcached.kernel_records`."""
+        self.kernels = replace(self.kernels, backends=frozenset(backends))
+
     # ------------------------------------------------------------ refusal
 
     def on_refusal(self, undo: Callable[[], None]) -> None:
@@ -124,23 +134,33 @@ class EngineMemory:
         """
         self.close()
         process_record(self.engine, device)  # a name that is taken is refused before anything is allocated
+        ground = choose(self.settings, self.kernels, device)
         geometry = _core.Geometry.solve(
             len(agreement.buffers),
             agreement.block_bytes,
             _core.granularity(device),
             page_bytes=self.settings.page_bytes,
             tokens_per_block=agreement.tokens_per_block,
+            layout=ground.layout,
+            num_blocks=agreement.num_blocks,
         )
-        ftensor = _core.FTensor(device, geometry, agreement.num_blocks)
+        ftensor = _core.FTensor(
+            device,
+            geometry,
+            agreement.num_blocks,
+            unbacked=ground.unbacked,
+            cache_bytes=self.settings.handle_cache_bytes,
+        )
         ftensor.map([0])
         self.agreement, self._ftensor = agreement, ftensor
         _live.add(self)
         logger.info(
-            "elastic KV cache on %s: %d buffers, %d blocks, %.1f GiB of addresses; %s",
+            "elastic KV cache on %s: %d buffers, %d blocks, %.1f GiB of addresses, unbacked memory %s; %s",
             device,
             len(agreement.buffers),
             agreement.num_blocks,
             ftensor.virtual_bytes / 2**30,
+            ground.unbacked,
             geometry.explain(),
         )
 

@@ -33,6 +33,7 @@ def checked(original: Any) -> Any:
             return original(self, pre_model_load_memory=pre_model_load_memory)
         try:
             refusals.check_model(self)
+            memory.attended_by(self.server_args.get_attention_backends())
             return _all_elastic(original(self, pre_model_load_memory=pre_model_load_memory))
         except KVCachedError as error:
             EngineMemory.detach(self.server_args)

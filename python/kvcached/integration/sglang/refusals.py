@@ -12,9 +12,6 @@ from kvcached.integration.refusal import refuse
 
 __all__ = ["check_engine", "check_model", "check_pool_class"]
 
-#: Backends whose attention, store and copy kernels were shown to leave holes alone and to reach the highest ids.
-PROVEN_BACKENDS = ("triton", "torch_native")
-
 #: Server arguments: the only value that is carried, and what any other means.
 _CARRIED = {
     "tp_size": (1, "tensor parallelism"),
@@ -88,9 +85,6 @@ def check_model(configurator: Any) -> None:
         refuse("cross attention (an encoder-decoder model)")
     if configurator.kv_cache_dtype != configurator.model_dtype:
         refuse(f"a KV cache of {configurator.kv_cache_dtype} for a model of {configurator.model_dtype}")
-    for backend in configurator.server_args.get_attention_backends():
-        if backend not in PROVEN_BACKENDS:
-            refuse(f"attention backend {backend}", f"proven: {', '.join(PROVEN_BACKENDS)}")
 
 
 def check_pool_class(pool_class: type, quant_method: Any) -> None:

@@ -39,7 +39,9 @@ def _executor_init(original: Any) -> Any:
         memory.attach(vllm_config.cache_config)
         original(self, vllm_config)
         try:
-            refusals.check_model(vllm_config, self.get_kv_cache_specs()[0])
+            specs = self.get_kv_cache_specs()[0]
+            refusals.check_model(vllm_config, specs)
+            memory.attended_by(refusals.attention_backends(vllm_config, specs))
         except KVCachedConfigError as error:
             native.run_natively(self, error)
             return

@@ -12,12 +12,7 @@ from typing import Any
 from kvcached.integration.memory import Agreement
 from kvcached.integration.refusal import refuse
 
-__all__ = ["agree", "check_engine", "check_model"]
-
-#: Backends whose attention, store and copy kernels were shown to leave holes alone and to reach the highest
-#: ids.
-PROVEN_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-PROVEN_FLASH_ATTENTION = 3
+__all__ = ["agree", "attention_backends", "check_engine", "check_model"]
 
 
 def check_engine(vllm_config: Any, executor_class: type) -> None:
@@ -85,7 +80,6 @@ def check_model(vllm_config: Any, specs: dict[str, Any]) -> None:
         refuse("a model without KV cache")
     for name, spec in specs.items():
         _check_spec(name, spec)
-        _check_backend(name, layers[name])
     if len(set(specs.values())) > 1:
         refuse("a model whose layers differ in their KV cache (several groups)")
 
@@ -103,14 +97,16 @@ def _check_spec(name: str, spec: Any) -> None:
         refuse(f"{name}: KV cache quantisation ({spec.kv_quant_mode.name})")
 
 
-def _check_backend(name: str, layer: Any) -> None:
-    backend = layer.get_attn_backend().get_name()
-    if backend not in PROVEN_BACKENDS:
-        refuse(f"{name}: attention backend {backend}", f"proven: {', '.join(PROVEN_BACKENDS)}")
-    if backend == "FLASH_ATTN":
-        version = getattr(layer.impl, "vllm_flash_attn_version", None)
-        if version != PROVEN_FLASH_ATTENTION:
-            refuse(f"{name}: FlashAttention {version}", f"proven: {PROVEN_FLASH_ATTENTION}, or TRITON_ATTN")
+def attention_backends(vllm_config: Any, specs: dict[str, Any]) -> set[str]:
+    """The attention backends of the layers that have a KV cache, FlashAttention with its version ("FLASH_ATTN/3")."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {_backend_name(layers[name]) for name in specs}
+
+
+def _backend_name(layer: Any) -> str:
+    name = str(layer.get_attn_backend().get_name())
+    version = getattr(layer.impl, "vllm_flash_attn_version", None)
+    return f"{name}/{version}" if name == "FLASH_ATTN" else name
 
 
 def agree(kv_cache_config: Any) -> Agreement:

@@ -1,0 +1,75 @@
+"""Which layout and which unbacked memory an engine gets, by what was shown of its kernels."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+
+import pytest
+
+from kvcached import kernel_records
+from kvcached.config import Settings
+from kvcached.integration.kernels import Ground, Kernels, choose
+from kvcached.kernel_records import KernelRecord
+
+
+@pytest.fixture(autouse=True)
+def records(monkeypatch):
+    """Of one engine: a backend that passed, one that reads holes, one that does not reach the highest ids."""
+    verdicts = {"good": (True, True), "reads": (False, True), "short": (True, False), "bad": (False, False)}
+    known = {
+        backend: KernelRecord("vllm", "1", backend, "cpu", holes, top, 1, "", datetime.date(2026, 11, 30))
+        for backend, (holes, top) in verdicts.items()
+    }
+
+    def lookup(engine: str, version: str, backend: str, device: str) -> KernelRecord | None:
+        return known.get(backend) if (engine, version, device) == ("vllm", "1", "cpu") else None
+
+    monkeypatch.setattr(kernel_records, "lookup", lookup)
+
+
+def kernels(*backends: str, version: str = "1") -> Kernels:
+    return Kernels("vllm", version, frozenset(backends))
+
+
+@pytest.mark.parametrize(
+    ("backends", "ground"),
+    [
+        (("good",), Ground("chunked", "hole")),
+        (("reads",), Ground("chunked", "zero")),
+        (("short",), Ground("per-layer", "hole")),
+        (("bad",), Ground("per-layer", "zero")),
+        (("good", "reads"), Ground("chunked", "zero")),
+        (("good", "short"), Ground("per-layer", "hole")),
+        (("reads", "short"), Ground("per-layer", "zero")),
+        (("never seen",), Ground("per-layer", "zero")),
+        (("good", "never seen"), Ground("per-layer", "zero")),
+        ((), Ground("per-layer", "zero")),
+    ],
+)
+def test_auto_goes_by_what_was_shown(backends, ground, caplog):
+    with caplog.at_level(logging.WARNING, "kvcached"):
+        assert choose(Settings(), kernels(*backends), "cpu") == ground
+    if ground == Ground("chunked", "hole"):
+        assert caplog.messages == []
+        return
+    (said,) = caplog.messages
+    assert "kvcached.verify_kernels" in said and "good" not in said
+    assert ("highest block ids" in said) == (ground.layout == "per-layer")
+    assert ("leave holes alone" in said) == (ground.unbacked == "zero")
+    assert all(backend in said for backend in backends if backend != "good")
+
+
+def test_another_version_is_another_engine():
+    assert choose(Settings(), kernels("good", version="2"), "cpu") == Ground("per-layer", "zero")
+
+
+def test_what_the_user_says_holds(caplog):
+    for layout in ("chunked", "per-layer"):
+        for unbacked in ("hole", "zero"):
+            settings = Settings(layout=layout, unbacked=unbacked)
+            for backend in ("good", "bad", "never seen"):
+                assert choose(settings, kernels(backend), "cpu") == Ground(layout, unbacked)
+    assert caplog.messages == []  # who decides need not be told
+    assert choose(Settings(layout="chunked"), kernels("bad"), "cpu") == Ground("chunked", "zero")
+    assert choose(Settings(unbacked="hole"), kernels("bad"), "cpu") == Ground("per-layer", "hole")
