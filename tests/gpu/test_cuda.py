@@ -41,6 +41,7 @@ def warm_kernels():
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setenv("KVCACHED_MAX_RESERVED_MB", "0")
+    monkeypatch.setenv("KVCACHED_UNBACKED", "hole")
     torch.cuda.synchronize()
     vmm_ops.shutdown_kvcached()
     gc.collect()
