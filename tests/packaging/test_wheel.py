@@ -72,6 +72,7 @@ def test_the_wheel_is_typed_and_brings_hooks_and_commands(wheel: Path) -> None:
         pth = next(name for name in names if name.endswith("/purelib/kvcached_hooks.pth"))
         assert archive.read(pth).decode() == PTH
     assert {"kvcached/py.typed", "kvcached/_core.pyi", f"{info}/licenses/LICENSE"} <= names
+    assert "kvcached/verified_kernels.json" in names
     assert "kvctl=kvcached._kvctl:main" in entry_points
     assert "[vllm.general_plugins]\nkvcached=kvcached.integration.vllm.plugin:register" in entry_points
     assert "[sglang.srt.plugins]\nkvcached=kvcached.integration.sglang.plugin:register" in entry_points

@@ -120,6 +120,12 @@ def test_both_phases_ran_and_nothing_differed() -> None:
     assert (verdict.record.version, verdict.record.device, verdict.record.machine) == ("1", "NVIDIA H200", "")
 
 
+def test_a_record_says_what_was_special_about_its_run() -> None:
+    record = judge("vllm", "B", outcome(SUBJECT, *whole(HOLES), *whole(TOP_IDS), {"note": "no nvcc"})).record
+    assert record is not None
+    assert record.detail.endswith("; no nvcc")
+
+
 def test_a_difference_is_a_failure_of_its_phase() -> None:
     found = outcome(SUBJECT, *whole(HOLES), *whole(TOP_IDS, {"differs": "one: output"}, {"differs": "two"}))
     record = judge("vllm", "B", found).record

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,11 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (KVCachedError, OSError) as error:
             say(f"records cannot be kept: {error} (or use --dry-run)")
             return 2
-    verdicts = [
-        verify(engine, backend, options)
+    subjects = [
+        (engine, backend)
         for engine in engines
         for backend in options.backend or _default_backends(engine, options.device)
     ]
+    with ThreadPoolExecutor(options.jobs) as jobs:  # each waits for a process of its own
+        running = [jobs.submit(verify, engine, backend, options) for engine, backend in subjects]
+        verdicts = [verdict.result() for verdict in running]
     _show_verdicts(verdicts)
     if options.json:
         Path(options.json).write_text(
@@ -137,7 +141,7 @@ def judge(engine: str, backend: str, outcome: Outcome) -> Verdict:
         hole_safe=phases[0] is not None and phases[0].passed,
         top_ids=phases[1] is not None and phases[1].passed,
         cases=sum(phase.cases for phase in phases if phase is not None),
-        detail="; ".join(told),
+        detail="; ".join(told + outcome.notes),
         when=datetime.datetime.now(datetime.timezone.utc).date(),
         machine=kernel_records.this_machine() if outcome.device_name == "cpu" else "",
     )
@@ -155,9 +159,7 @@ def _run(
         command = [sys.executable, "-m", "kvcached.verify_kernels.child"]
         command += [engine, backend, _device_in_child(options.device), str(report), extent, *phases]
         with output.open("wb") as sink:
-            process = subprocess.Popen(
-                command, stdout=sink, stderr=sink, env=_environment(options.device), cwd=folder
-            )
+            process = subprocess.Popen(command, stdout=sink, stderr=sink, env=_environment(options.device))
             try:
                 code: int | None = process.wait(timeout=options.timeout)
             except subprocess.TimeoutExpired:
@@ -349,6 +351,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds for one process (default: %(default).0f)",
     )
+    parser.add_argument(
+        "--jobs",
+        type=_count,
+        default=max(1, min(4, (os.cpu_count() or 1) // 4)),
+        metavar="N",
+        help="backends at a time (default here: %(default)d); most of the time goes into starting engines",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     parser.add_argument("--dry-run", action="store_true", help="record nothing")
     parser.add_argument(
@@ -356,6 +365,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--self-test", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,2}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 999")
+    return int(text)
 
 
 def _device(text: str) -> str:

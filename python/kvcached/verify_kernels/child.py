@@ -41,7 +41,7 @@ FAULTS = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run the phases one after another; returns 0 when they ran, whatever they found."""
+    """Run the phases one after another; returns 0 when they ran, whatever they found, and 1 after an error of the engine or the GPU."""
     engine, backend, device, path, extent, *phases = arguments
     faulthandler.enable()
     with Path(path).open("a", buffering=1) as file:
@@ -58,6 +58,8 @@ def main(arguments: list[str]) -> int:
             for phase in phases:
                 report(phase=phase)
                 prove(subject, device, phase, extent == "quick", report)
+            for note in dict.fromkeys(subject.notes):
+                report(note=note)
         except UntestedError as error:
             report(untested=str(error))
         except Exception as error:
@@ -65,7 +67,7 @@ def main(arguments: list[str]) -> int:
             text = f"{type(error).__name__}: {error}"
             known = next((fault for fault in FAULTS if fault in text), None)
             report(**({"fault": known} if known else {"untested": " ".join(text.split())[:300]}))
-            _leave(1)
+            return 1
     return 0
 
 
@@ -100,11 +102,11 @@ def _device_name(device: str) -> str:
 
 
 def _leave(code: int) -> NoReturn:
-    """Without the clean-up, which would wait for a GPU context that is gone."""
+    """Without the clean-up: a GPU context may be gone, and an engine that dies of it would be another's fault."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _leave(main(sys.argv[1:]))

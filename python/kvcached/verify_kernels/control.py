@@ -32,6 +32,7 @@ class Control:
         if backend not in CONTROLS:
             raise UntestedError(f"no such control: {', '.join(CONTROLS)}")
         self.version = kvcached.__version__
+        self.notes: list[str] = []
         self.backend = backend
         self.device = device
 

@@ -76,6 +76,7 @@ class Outcome:
     version: str = ""
     device_name: str = ""
     phases: dict[str, PhaseOutcome] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     untested: str | None = None
 
 
@@ -98,6 +99,8 @@ def read(lines: Iterable[str], ended: Ended, outcome: Outcome) -> None:
             phase = outcome.phases.setdefault(event["phase"], PhaseOutcome())
         elif "case" in event:
             case = event["case"]
+        elif "note" in event:
+            outcome.notes.append(event["note"])
         elif "untested" in event:
             outcome.untested = event["untested"] + (f" (in {case})" if phase else "")
         elif phase is not None and "differs" in event:

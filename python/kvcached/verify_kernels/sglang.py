@@ -53,6 +53,7 @@ class Sglang:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
         self.version: str = sglang.__version__
+        self.notes: list[str] = []
         self.backend, self._device = backend, device
         if backend not in ATTENTION_BACKENDS:
             raise UntestedError(f"SGLang {self.version} has no backend {backend}")
@@ -71,7 +72,11 @@ class Sglang:
 
     def open(self, shape: Shape, layers: Sequence[Sequence[Any]], num_rows: int) -> _Opened:
         """See `Subject.open`."""
-        return _Opened(self.backend, shape, layers, num_rows, self._device)
+        opened = _Opened(self.backend, shape, layers, num_rows, self._device)
+        row_bytes = self.block_bytes(shape) // shape.block_tokens
+        if self._device != "cpu" and not _has_store_kernel(row_bytes):
+            self.notes.append(f"SGLang's store kernel cannot be compiled here for rows of {row_bytes} bytes")
+        return opened
 
 
 class _Opened:
@@ -205,6 +210,13 @@ class _Opened:
             made.extend_prefix_lens_cpu = contexts if exact else None
             made.extend_seq_lens_cpu = queries if exact else None
         return made
+
+
+def _has_store_kernel(row_bytes: int) -> bool:
+    """Whether SGLang stores with the kernel that it compiles, and not with torch's."""
+    from sglang.kernels.ops.kvcache.kvcache import can_use_store_cache
+
+    return bool(can_use_store_cache(row_bytes, row_bytes))
 
 
 def _tokens(pages: Sequence[int], page: int) -> list[int]:

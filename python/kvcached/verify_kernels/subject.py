@@ -74,6 +74,7 @@ class Subject(Protocol):
     version: str
     backend: str  # as records name it
     buffers_per_layer: int  # 1: K and V together, 2: apart
+    notes: list[str]  # what a record should say of how it ran, once it ran
 
     def shapes(self, *, quick: bool) -> list[Shape]:
         """Those to test, all of which the backend takes."""

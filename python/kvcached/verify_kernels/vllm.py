@@ -62,6 +62,7 @@ class Vllm:
         import vllm
 
         self.version: str = vllm.__version__
+        self.notes: list[str] = []
         self._device = torch.device(device)
         self._name, _, version = backend.partition("/")
         if version and not (self._name == FLASH_ATTENTION and version.isdigit()):
