@@ -1,7 +1,7 @@
 """Prove which attention backends of the installed engines may run over a KV cache with holes.
 
 Runs each backend in a process of its own over sparse and dense KV cache tensors, shows what it did, and records it for
-KVCACHED_UNBACKED=auto (docs/KERNELS.md).
+the settings KVCACHED_UNBACKED and KVCACHED_LAYOUT (docs/KERNELS.md).
 
 exit codes: 0 every tested backend passed, 1 one did not, 2 usage or a records file that cannot be written, 3 nothing could be tested
 """
