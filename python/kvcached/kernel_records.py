@@ -1,7 +1,7 @@
 """What is known of attention kernels over a KV cache with holes: one record for each backend, engine version and device.
 
-`python -m kvcached.verify_kernels` makes them (docs/KERNELS.md); `KVCACHED_UNBACKED` and `KVCACHED_LAYOUT` consult them where they are "auto". Two places hold them, as
-JSON lists of one form: the user's file, which is asked first, and the file that the wheel brings.
+`python -m kvcached.verify_kernels` makes them (docs/KERNELS.md); `KVCACHED_UNBACKED` and `KVCACHED_LAYOUT` consult them where they
+are "auto". Two places hold them, as JSON lists of one form: the user's file, which is asked first, and the file that the wheel brings.
 """
 
 from __future__ import annotations
