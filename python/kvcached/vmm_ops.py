@@ -72,7 +72,8 @@ def init_kvcached(
         page_size: target size of a page in bytes, a multiple of the device's granularity; 0: that of
             `KVCACHED_PAGE_MB`, else chosen by the solver.
         contiguous_layout: True: one piece of memory a page for all buffers, sparse block ids. False: one a buffer and page,
-            dense ids. None: that of `KVCACHED_LAYOUT`, whose `auto` is True here.
+            dense ids. None: that of `KVCACHED_LAYOUT`, whose `auto` is True here, but False on AMD GPUs, whose kernels were
+            never run over sparse ids.
 
     Raises:
         KVCachedConfigError: called twice with other values, or a page size that the device cannot map.
@@ -89,7 +90,8 @@ def init_kvcached(
     with _lock:
         settings = Settings.from_env()
         if contiguous_layout is None:
-            contiguous_layout = settings.layout != "per-layer"
+            sparse = not device.startswith("hip")
+            contiguous_layout = sparse if settings.layout == "auto" else settings.layout == "chunked"
         wanted = (
             device,
             page_size or settings.page_bytes,

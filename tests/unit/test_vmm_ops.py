@@ -124,6 +124,31 @@ def test_tensors_of_an_amd_gpu(tmp_path):
     run_with_library(tmp_path, "libamdhip64.so", source, code)
 
 
+def test_an_amd_gpu_gets_dense_ids_unless_told_otherwise(tmp_path):
+    """Over the runtime that the crate's own tests bring: there is no such GPU here."""
+    source = Path(__file__).parents[2] / "crates/vmm/tests/fake_hip/runtime.c"
+    library = tmp_path / "libamdhip64.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-o", library, source], check=True)
+    code = (
+        "import os, sys; sys.modules['torch'] = None\n"
+        "from kvcached import vmm_ops\n"
+        "for layout in ('', 'per-layer', 'chunked'):\n"
+        "    os.environ.pop('KVCACHED_LAYOUT', None)\n"
+        "    if layout: os.environ['KVCACHED_LAYOUT'] = layout\n"
+        "    vmm_ops.init_kvcached('hip:0')\n"
+        "    assert vmm_ops.backend_name() == 'hip'\n"
+        "    buffers = vmm_ops.create_kv_tensors(1 << 24, 2)\n"
+        "    assert buffers[0].__dlpack_device__() == (10, 0)\n"
+        "    assert vmm_ops.get_ftensor().geometry.layout == (layout or 'per-layer')\n"
+        "    assert vmm_ops.map_to_kv_tensors([0]) == [0]\n"
+        "    vmm_ops.unmap_from_kv_tensors([0])\n"
+        "    del buffers\n"
+        "    vmm_ops.shutdown_kvcached()\n"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+
+
 def test_import_needs_neither_libcuda_nor_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
