@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from bench import map as mapping
@@ -157,3 +159,12 @@ def test_map_cases():
 def test_map_does_not_believe_in_memory_that_the_device_does_not_see(backed, seen):
     with pytest.raises(SystemExit, match="the device says"):
         mapping.check_backed({"backed_bytes": backed, "device_bytes": seen})
+
+
+@pytest.mark.parametrize("case", mapping.CASES, ids=lambda case: case.name)
+def test_map_measures_ours_on_ordinary_memory(case):
+    args = argparse.Namespace(device="cpu", total_bytes=256 << 20, whole_bytes=2 * GIB)
+    sample = mapping.ours(case, args)
+    assert sample["backed_bytes"] == sample["device_bytes"] == 256 << 20
+    assert all(sample[f"{name}_us"] > 0 for name in ("create", "back", "release", "shutdown"))
+    assert ("first_back_us" in sample) == (case.unbacked == "cached")
