@@ -54,7 +54,7 @@ def test_the_cpu_backend_is_proven_and_recorded(
     assert json.loads(results.read_text()) == [record.to_json()]
     assert "CPU_ATTN: holes: passed" in capsys.readouterr().err
     assert command("--list") == 0
-    assert f"vllm {vllm.__version__}  CPU_ATTN" in capsys.readouterr().out
+    assert kernel_records.this_machine() in capsys.readouterr().out
 
 
 def test_controls_get_the_verdicts_that_they_must_get(

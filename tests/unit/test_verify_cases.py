@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import signal
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached.verify_kernels.__main__ import judge
+from kvcached import kernel_records
+from kvcached.kernel_records import KernelRecord
+from kvcached.verify_kernels.__main__ import _record, judge
 from kvcached.verify_kernels.cases import MODEL_TOKENS, Batch, Shape, batches, blocks_needed
 from kvcached.verify_kernels.outcome import HOLES, TOP_IDS, Ended, Outcome, read
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 shapes = st.builds(
     Shape,
@@ -91,6 +97,30 @@ def test_too_few_blocks_are_an_error() -> None:
     shape = Shape(16, 8, 2, 64, "float32")
     with pytest.raises(ValueError, match="blocks_needed"):
         list(batches(shape, blocks_needed(shape) // 2, []))
+
+
+# ------------------------------------------------------------ what is recorded
+
+
+@pytest.mark.parametrize(
+    ("later", "recorded"),
+    [
+        ({"cases": 100}, True),
+        ({"cases": 99}, False),  # a quick run after a whole one
+        ({"cases": 99, "hole_safe": False}, True),
+        ({"cases": 99, "machine": "another"}, True),
+    ],
+)
+def test_a_pass_of_fewer_cases_replaces_nothing(
+    later: dict[str, Any], recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = {"engine": "vllm", "version": "1", "backend": "B", "device": "cpu", "machine": "one", "detail": ""}
+    first = KernelRecord(**told, hole_safe=True, top_ids=True, cases=100, when=datetime.date(2026, 1, 2))
+    _record([first])
+    second = KernelRecord(**vars(first) | {"detail": "later"} | later)
+    _record([second])
+    assert (second in kernel_records.records()) is recorded
 
 
 # ------------------------------------------------------------ what a process's end means
