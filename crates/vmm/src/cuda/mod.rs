@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn without_a_library_every_way_in_says_so() {
         if lazy::library().is_ok() {
-            // Where there is a driver, tests/cuda.rs is the test.
+            // Where there is a driver, tests/scenarios/gpu.rs is the test.
             assert_eq!(missing_symbols(), Ok(vec![]));
             return;
         }
