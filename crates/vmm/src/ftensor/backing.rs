@@ -172,7 +172,7 @@ impl Backing {
     }
 
     /// Memory that reads as zeros. Where the device has none left, what other ranges keep for later goes first.
-    fn obtain(&self) -> Result<Handle> {
+    pub fn obtain(&self) -> Result<Handle> {
         if let Some(handle) = self.cache.take() {
             return Ok(handle);
         }

@@ -227,8 +227,7 @@ impl FTensor {
 
     /// Lays the shared zeros under every page, and under the spare one, into which the last rows of buffers reach.
     fn lay_zeros(&mut self) -> Result<(), DriverError> {
-        let run_bytes = self.geometry().run_bytes();
-        let zeros = self.driver().create(run_bytes)?;
+        let zeros = self.backing.obtain()?;
         self.backing.zeros = Some(zeros);
         self.driver().share(zeros)?;
         let pages = self.range_bytes / self.geometry().page_bytes();

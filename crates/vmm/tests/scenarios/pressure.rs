@@ -102,6 +102,22 @@ fn what_one_range_keeps_is_there_for_another() {
 }
 
 #[test]
+fn the_zeros_of_a_range_have_what_another_keeps() {
+    let _alone = alone();
+    let keeper = Setup { cache: Cache::Everything, ..Setup::PLAIN };
+    for ground in grounds(1) {
+        let keeps = keeper.reserve(ground.driver()).unwrap();
+        keeps.map(&[0]).unwrap();
+        keeps.unmap(&[0]).unwrap();
+        let zeros = Setup { unbacked: Unbacked::Zero, ..Setup::PLAIN };
+        let range = zeros.reserve(ground.driver()).unwrap();
+        assert_eq!((range.zero_bytes(), keeps.cached_bytes()), (8192, 0));
+        drop((range, keeps));
+        ground.check_end(true);
+    }
+}
+
+#[test]
 fn what_could_not_be_released_for_another_is_kept() {
     let _alone = alone();
     let sim = Sim::with(4096, 2 * 8192);
