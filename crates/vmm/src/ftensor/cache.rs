@@ -55,6 +55,12 @@ impl HandleCache {
 
     /// Releases everything; returns how many bytes. Fails with the first failure; what could not be released stays.
     pub fn trim(&self) -> Result<u64, DriverError> {
+        let (released, result) = self.release_all();
+        result.map(|()| released)
+    }
+
+    /// The bytes that were released, and the first failure. What could not be released stays.
+    fn release_all(&self) -> (u64, Result<(), DriverError>) {
         let all = std::mem::take(&mut *self.handles());
         let (mut left, mut first) = (vec![], Ok(()));
         let count = all.len();
@@ -66,7 +72,7 @@ impl HandleCache {
         }
         let released = (count - left.len()) as u64 * self.handle_bytes;
         self.handles().append(&mut left);
-        first.map(|()| released)
+        (released, first)
     }
 
     fn handles(&self) -> MutexGuard<'_, Vec<Handle>> {
@@ -82,12 +88,12 @@ pub(super) fn relieve(driver: &Arc<dyn Driver>) -> u64 {
         caches.iter().filter_map(Weak::upgrade).collect()
     };
     let ours = caches.iter().filter(|cache| Arc::ptr_eq(&cache.driver, driver));
-    let bytes = |cache: &Arc<HandleCache>| {
-        let before = cache.bytes();
-        if let Err(error) = cache.trim() {
+    let release = |cache: &Arc<HandleCache>| {
+        let (released, result) = cache.release_all();
+        if let Err(error) = result {
             tracing::warn!(%error, "memory kept for later pages could not be released");
         }
-        before.saturating_sub(cache.bytes())
+        released
     };
-    ours.map(bytes).sum()
+    ours.map(release).sum()
 }

@@ -207,6 +207,26 @@ fn no_lock_is_held_across_any_driver_call() {
     assert!(looks > 250, "{looks}");
 }
 
+#[test]
+fn memory_that_is_released_for_a_range_serves_it_though_its_keeper_keeps_more_meanwhile() {
+    let _alone = alone();
+    let sim = Sim::new();
+    let peek = Arc::new(Peek { inner: sim.clone(), look: Mutex::new(None) });
+    let keeper = Setup { cache: Cache::Everything, ..Setup::PLAIN };
+    let keeps = Arc::new(keeper.reserve(peek.clone()).unwrap());
+    let wants = Setup::PLAIN.reserve(peek.clone()).unwrap();
+    keeps.map(&[0, 1]).unwrap();
+    keeps.unmap(&[0]).unwrap();
+    sim.set_budget(sim.held_bytes());
+    let other = keeps.clone();
+    // The first call finds no memory, the second releases what is kept.
+    *peek.look.lock().unwrap() = Some((2, Box::new(move || other.unmap(&[1]).unwrap())));
+    assert_eq!(wants.map(&[0]), Ok(vec![0]));
+    assert_eq!((keeps.cached_bytes(), keeps.mapped_bytes()), (sim.held_bytes() / 2, 0));
+    drop((keeps, wants));
+    sim.assert_clean();
+}
+
 /// Two threads map, prepare, decide and unmap two pages each, one transaction at a time; a third has a page of its own, and
 /// trims. What each writes, where there are bytes, it finds again.
 pub fn share(ground: &Ground, setup: Setup, rounds: u64) {
