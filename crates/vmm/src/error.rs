@@ -111,7 +111,7 @@ pub enum VmmError {
 pub struct UnmapFailure {
     /// Holes again.
     pub unmapped: Vec<u32>,
-    /// Their unmap failed: never used again.
+    /// Their unmap failed, or what lies under unbacked pages could not be laid under them: never used again.
     pub quarantined: Vec<u32>,
     /// Mapped still. After a failed `unmap` their content may be gone.
     pub still_mapped: Vec<u32>,

@@ -15,7 +15,7 @@ enum Under {
     /// The zeros that all unbacked runs share.
     Zeros,
     Memory(Handle),
-    /// An unmap failed: this memory, or the shared zeros, may still be there.
+    /// An unmap failed: this memory, or the shared zeros, may still be there. Or zeros that nobody may read yet.
     Doubt(Option<Handle>),
 }
 
@@ -118,13 +118,21 @@ impl Backing {
     /// Undoes a `back` that failed: no memory under any run and none loose. Fails with the first failure, having tried
     /// everything; the page is lost then.
     pub fn undo(&self, page: &mut Page) -> Result<()> {
+        let rested = self.rest_all(page);
+        rested.and(self.release(&mut page.loose))
+    }
+
+    /// Leaves every run as an unbacked one is, latest first; memory is loose afterwards. Fails with the first failure, having
+    /// tried everything. For a page that is lost too: its memory is of use elsewhere, and where unbacked pages read as
+    /// zeros so should it.
+    pub fn rest_all(&self, page: &mut Page) -> Result<()> {
         let mut first = Ok(());
         for run in (0..page.under.len()).rev() {
             if !self.is_at_rest(page.under[run]) {
                 first = first.and(self.rest(page, run));
             }
         }
-        first.and(self.release(&mut page.loose))
+        first
     }
 
     /// Lays the shared zeros under every run of a bare page.
@@ -206,8 +214,10 @@ impl Backing {
         let Some(zeros) = self.zeros else { return Ok(()) };
         let (address, bytes) = (self.address(page.number, run), self.geometry.run_bytes());
         self.driver.map(address, bytes, zeros)?;
+        page.under[run] = Under::Doubt(None);
+        self.driver.set_access(address, bytes, Access::Read)?;
         page.under[run] = Under::Zeros;
-        self.driver.set_access(address, bytes, Access::Read)
+        Ok(())
     }
 
     fn unmap(&self, page: &mut Page, run: usize) -> Result<()> {

@@ -39,8 +39,9 @@ impl FTensor {
     /// Gives these pages back: first all are unmapped, then their memory is released, or cleared before and kept. Two driver
     /// calls for each run of a page. A page named twice counts once. Synchronise first where the device may still use them.
     ///
-    /// Fails with `PageOutOfRange`, `NotMapped`, `InQuarantine`, `InTransaction` or `InTransition` before anything is done,
-    /// with `Unmap` after: no further page is unmapped then, and the report says where each stands.
+    /// Fails with `PageOutOfRange`, `NotMapped`, `InQuarantine`, `InTransaction` or `InTransition` before anything is done, and
+    /// with `Driver` where the device could not be waited for; with `Unmap` after: no further page is unmapped then, and the
+    /// report says where each stands.
     pub fn unmap(&self, pages: &[u32]) -> Result<(), VmmError> {
         self.enter("unmap")?;
         let taken = self.table().claim_mapped(pages)?;
@@ -134,6 +135,9 @@ impl FTensor {
         // What a page lost on the way still has, and what earlier calls could not release.
         let mut earlier = std::mem::take(&mut self.table().leaked);
         if let Some(page) = &mut lost {
+            if let Err(error) = self.backing.rest_all(page) {
+                tracing::warn!(%error, page = page.number, "a page is lost with memory under it");
+            }
             earlier.append(&mut page.take_loose());
         }
         let (mut leaked, mut unreleased) = (vec![], vec![]);

@@ -179,8 +179,8 @@ impl FTensor {
         if self.is_fork() { 0 } else { self.backing.cache.bytes() }
     }
 
-    /// Bytes of memory that no page uses and whose release failed. It is tried again by the next call that releases memory,
-    /// by the commit that it belongs to, and on drop.
+    /// Bytes of memory that no page uses and whose release failed. It is tried again by the next [`unmap`](FTensor::unmap), by
+    /// the commit that it belongs to, and on drop.
     pub fn leaked_bytes(&self) -> u64 {
         self.read(|table| (table.leaked.len() + table.releasing.len()) as u64) * self.geometry().run_bytes()
     }

@@ -150,9 +150,7 @@ impl FTensor {
                 continue;
             }
             // Its content is gone: so may be its memory.
-            let mut loose = page.take_loose();
-            restored = restored.and(self.backing.release(&mut loose));
-            page.add_loose(loose);
+            restored = restored.and(self.backing.undo(&mut page));
             first = first.or(restored.err());
             lost.push(page);
         }

@@ -105,9 +105,9 @@ impl Model {
         matches!(self.pending, Some((_, Pending::Half(_))))
     }
 
-    /// Whether quarantined pages, if there are any, are as unbacked ones.
+    /// Whether quarantined pages are as unbacked ones: a call that failed once does not fail when it is tried again for them.
     pub fn is_lost_at_rest(&self) -> bool {
-        self.hits == 0
+        self.hits <= 1
     }
 
     /// Takes a call's answer, asserts that it is allowed, and that the range is as it says.

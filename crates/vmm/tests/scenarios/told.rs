@@ -83,13 +83,18 @@ impl Told {
             }
             unmapped.push(*page);
         }
-        self.in_doubt.extend(&lost);
+        // A lost page is tried once more, for its memory.
+        if !lost.is_empty() && self.next(plan) {
+            self.leaked += 1;
+        } else {
+            self.in_doubt.extend(&lost);
+        }
         for page in &unmapped {
             if !self.next(plan) {
                 leaked.push(*page);
             }
         }
-        // What earlier calls could not release is tried again.
+        // What earlier calls could not release is tried again, and what that left.
         self.leaked = (0..self.leaked).filter(|_| !self.next(plan)).count() + leaked.len();
         self.mapped.retain(|page| !unmapped.contains(page) && !lost.contains(page));
         self.quarantined.extend(&lost);
