@@ -25,7 +25,7 @@ from kvcached.errors import KVCachedConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["KernelRecord", "lookup", "records", "store", "this_machine", "user_file"]
+__all__ = ["KernelRecord", "device_name", "lookup", "records", "store", "this_machine", "user_file"]
 
 logger = logging.getLogger("kvcached")
 
@@ -159,6 +159,15 @@ def user_file() -> Path | None:
         return Path.home() / ".cache" / "kvcached" / "kernels.json"
     except RuntimeError:
         return None
+
+
+def device_name(device: str) -> str:
+    """What records call a device ("cuda:N" or "cpu"): the GPU's name as torch gives it, or "cpu"."""
+    if device == "cpu":
+        return device
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
 
 
 def this_machine() -> str:

@@ -56,7 +56,7 @@ def choose(settings: Settings, kernels: Kernels, device: str) -> Ground:
     layout, unbacked = settings.layout, settings.unbacked
     if "auto" not in (layout, unbacked):
         return Ground(layout, unbacked)
-    name = device_name(device)
+    name = kernel_records.device_name(device)
     known = {
         backend: kernel_records.lookup(kernels.engine, kernels.version, backend, name)
         for backend in kernels.backends or {"unknown"}
@@ -84,12 +84,3 @@ def choose(settings: Settings, kernels: Kernels, device: str) -> Ground:
             unbacked,
         )
     return Ground(layout, unbacked)
-
-
-def device_name(device: str) -> str:
-    """As records name it: the GPU's name, or "cpu"."""
-    if device == "cpu":
-        return device
-    import torch
-
-    return str(torch.cuda.get_device_name(torch.device(device)))

@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kvcached.kernel_records import device_name
 from kvcached.verify_kernels.subject import UntestedError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
             subject = _subject(engine, backend, device)
             from kvcached.verify_kernels.proof import prove
 
-            report(backend=subject.backend, version=subject.version, device_name=_device_name(device))
+            report(backend=subject.backend, version=subject.version, device_name=device_name(device))
             for phase in phases:
                 report(phase=phase)
                 prove(subject, device, phase, extent == "quick", report)
@@ -65,8 +66,8 @@ def main(arguments: list[str]) -> int:
         except Exception as error:
             traceback.print_exc()
             text = f"{type(error).__name__}: {error}"
-            known = next((fault for fault in FAULTS if fault in text), None)
-            report(**({"fault": known} if known else {"untested": " ".join(text.split())[:300]}))
+            fault = _fault(error, device)
+            report(**({"fault": fault} if fault else {"untested": " ".join(text.split())[:300]}))
             return 1
     return 0
 
@@ -93,12 +94,19 @@ def _start(device: str) -> None:
         raise UntestedError(f"torch cannot use {device}: {error}") from error
 
 
-def _device_name(device: str) -> str:
-    if device == "cpu":
-        return "cpu"
-    import torch
+def _fault(error: Exception, device: str) -> str | None:
+    """What the driver says of the kernels that were run, where it has something to say. The error may be another library's, the
+    first that met a device on which a kernel had gone where it may not.
+    """
+    said = [str(error)]
+    if device != "cpu":
+        import torch
 
-    return str(torch.cuda.get_device_name(device))
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as latest:
+            said.append(str(latest))
+    return next((fault for fault in FAULTS if any(fault in text for text in said)), None)
 
 
 def _leave(code: int) -> NoReturn:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcached.integration.vllm.backends import FLASH_ATTENTION, record_name
 from kvcached.verify_kernels.cases import MODEL_TOKENS, Shape
 from kvcached.verify_kernels.subject import UntestedError
 
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
     from kvcached.verify_kernels.subject import Inputs
 
-__all__ = ["Vllm", "record_name"]
+__all__ = ["Vllm"]
 
 LAYER = "model.layers.0.self_attn.attn"
-FLASH_ATTENTION = "FLASH_ATTN"
 MAX_REQUESTS = 64
+MAX_COMPILED = 1024
 
 #: Grouped, one KV head, as many KV heads as heads; small and large blocks and heads. Quick: the first two.
 GPU_SHAPES = (
@@ -43,13 +44,6 @@ CPU_SHAPES = (
     Shape(128, 4, 4, 64, "float32"),
     Shape(32, 7, 1, 80, "bfloat16"),
 )
-
-
-def record_name(layer: Any) -> str:
-    """What records call the backend of an `Attention` layer: vLLM's name, FlashAttention's with its version ("FLASH_ATTN/3")."""
-    name: str = layer.get_attn_backend().get_name()
-    version = getattr(layer.impl, "vllm_flash_attn_version", None)
-    return f"{name}/{version}" if name == FLASH_ATTENTION else name
 
 
 class Vllm:
@@ -318,6 +312,9 @@ def _config(shape: Shape, backend: str, flash_attention: int | None) -> Any:
             enforce_eager=current_platform.is_cpu(),
             attention_backend=None if current_platform.is_cpu() else backend,
         ).create_engine_config()
+    # One process has the shapes of many engines, and a backend may compile itself for each.
+    torch._dynamo.config.recompile_limit = MAX_COMPILED
+    torch._dynamo.config.accumulated_recompile_limit = MAX_COMPILED
     if flash_attention is not None:
         config.attention_config.flash_attn_version = flash_attention
     if config.cache_config.block_size != shape.block_tokens:

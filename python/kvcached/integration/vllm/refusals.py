@@ -11,6 +11,7 @@ from typing import Any
 
 from kvcached.integration.memory import Agreement
 from kvcached.integration.refusal import refuse
+from kvcached.integration.vllm.backends import record_name
 
 __all__ = ["agree", "attention_backends", "check_engine", "check_model"]
 
@@ -100,13 +101,7 @@ def _check_spec(name: str, spec: Any) -> None:
 def attention_backends(vllm_config: Any, specs: dict[str, Any]) -> set[str]:
     """The attention backends of the layers that have a KV cache, FlashAttention with its version ("FLASH_ATTN/3")."""
     layers = vllm_config.compilation_config.static_forward_context
-    return {_backend_name(layers[name]) for name in specs}
-
-
-def _backend_name(layer: Any) -> str:
-    name = str(layer.get_attn_backend().get_name())
-    version = getattr(layer.impl, "vllm_flash_attn_version", None)
-    return f"{name}/{version}" if name == "FLASH_ATTN" else name
+    return {record_name(layers[name]) for name in specs}
 
 
 def agree(kv_cache_config: Any) -> Agreement:
