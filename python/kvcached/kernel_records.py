@@ -25,7 +25,16 @@ from kvcached.errors import KVCachedConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["KernelRecord", "device_name", "lookup", "records", "store", "this_machine", "user_file"]
+__all__ = [
+    "KernelRecord",
+    "device_name",
+    "lookup",
+    "machine_of",
+    "records",
+    "store",
+    "this_machine",
+    "user_file",
+]
 
 logger = logging.getLogger("kvcached")
 
@@ -44,8 +53,7 @@ class KernelRecord:
         top_ids: the highest block ids of an id space as large as the card gave the same bits as the same data in dense tensors.
         cases: batches that were run for both. detail: how it went, for people.
         when: the day of the run.
-        machine: for "cpu", what `this_machine` says of the one that ran it, as kernels are chosen by instruction set. Empty on
-            a GPU, and in a record that holds for every CPU.
+        machine: what kernels are chosen by there, `machine_of`. Empty in a record that holds for every device of that name.
     """
 
     engine: str
@@ -87,21 +95,25 @@ _KINDS: dict[str, type] = {
 }
 
 
-def lookup(engine: str, version: str, backend: str, device: str) -> KernelRecord | None:
-    """The record of exactly this backend, engine version and device; None where there is none.
+def lookup(engine: str, version: str, backend: str, device: str, machine: str) -> KernelRecord | None:
+    """The record of exactly this backend and engine version that holds for a device; None where there is none.
 
-    The user's own record is preferred to a shipped one, and counts for "cpu" only on the machine that made it. A file that
-    cannot be read is ignored with a warning.
+    One of the device by its name is preferred; on a GPU one of another name but the same compute capability counts too, as the
+    kernels are the same. Of several the user's own comes before a shipped one. A file that cannot be read is ignored with a
+    warning.
+
+    Args:
+        engine, version, backend: as in the record.
+        device: `device_name`. machine: `machine_of`.
     """
-    for record in records():
-        if (record.engine, record.version, record.backend, record.device) == (
-            engine,
-            version,
-            backend,
-            device,
-        ) and record.machine in ("", this_machine()):
-            return record
-    return None
+    candidates = [
+        record
+        for record in records()
+        if (record.engine, record.version, record.backend) == (engine, version, backend)
+    ]
+    of_that_name = (r for r in candidates if r.device == device and r.machine in ("", machine))
+    of_that_kind = (r for r in candidates if "cpu" not in (device, r.device) and r.machine == machine)
+    return next(of_that_name, None) or next(of_that_kind, None)
 
 
 def records() -> list[KernelRecord]:
@@ -168,6 +180,18 @@ def device_name(device: str) -> str:
     import torch
 
     return str(torch.cuda.get_device_name(device))
+
+
+def machine_of(device: str) -> str:
+    """What kernels are chosen by on a device ("cuda:N" or "cpu"): a GPU's compute capability ("sm_90"), a CPU's model and
+    instruction set.
+    """
+    if device == "cpu":
+        return this_machine()
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def this_machine() -> str:

@@ -44,7 +44,7 @@ def test_the_cpu_backend_is_proven_and_recorded(
 ) -> None:
     results = tmp_path / "results.json"
     assert command("--engine", "vllm", "--quick", "--json", str(results)) == 0
-    record = kernel_records.lookup("vllm", vllm.__version__, "CPU_ATTN", "cpu")
+    record = kernel_records.lookup("vllm", vllm.__version__, "CPU_ATTN", "cpu", kernel_records.this_machine())
     assert record is not None
     assert record.hole_safe
     assert record.top_ids

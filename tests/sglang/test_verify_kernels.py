@@ -34,7 +34,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_cpu_backend_is_proven_and_recorded(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cpu", "--engine", "sglang", "--quick"]) == 0
-    record = kernel_records.lookup("sglang", sglang.__version__, "torch_native", "cpu")
+    record = kernel_records.lookup(
+        "sglang", sglang.__version__, "torch_native", "cpu", kernel_records.this_machine()
+    )
     assert record is not None
     assert record.hole_safe
     assert record.top_ids
@@ -80,7 +82,7 @@ def test_a_real_backend_that_looks_behind_a_sequence_dies(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["alloc_extend", "alloc_decode"])
 def test_kernels_that_give_out_tokens_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, rows = Shape(16, 4, 4, 32, "float32"), 64
-    subject = sglang_subject.Sglang("torch_native", "cpu")
+    subject = sglang_subject.Sglang("torch_native", "cpu", kernel_records.this_machine())
     layers = [[torch.zeros(rows * subject.block_bytes(shape), dtype=torch.int8) for _ in range(2)]]
     opened = subject.open(shape, layers, rows)
     ids = [3, 9, 17, 21, 30, 31, 32, 50, 63]

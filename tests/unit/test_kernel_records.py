@@ -50,7 +50,8 @@ def shipped(monkeypatch: pytest.MonkeyPatch, folder: Path, entries: Any) -> None
 
 
 def find(record: KernelRecord) -> KernelRecord | None:
-    return lookup(record.engine, record.version, record.backend, record.device)
+    machine = this_machine() if record.device == "cpu" else "sm_90"
+    return lookup(record.engine, record.version, record.backend, record.device, machine)
 
 
 def changed(record: KernelRecord, **members: Any) -> KernelRecord:
@@ -90,6 +91,21 @@ def test_what_is_stored_last_under_a_key_is_what_is_known(
 def test_nothing_is_known_at_first() -> None:
     assert find(H200) is None
     assert records() == []
+
+
+def test_a_gpus_record_holds_for_others_of_its_compute_capability() -> None:
+    def found(device: str, machine: str) -> KernelRecord | None:
+        return lookup(H200.engine, H200.version, H200.backend, device, machine)
+
+    of_kind = changed(H200, machine="sm_90")
+    store([of_kind])
+    assert found("NVIDIA H100", "sm_90") == found("NVIDIA H200", "sm_90") == of_kind
+    assert found("NVIDIA A100", "sm_80") is None
+    assert found("cpu", "sm_90") is None  # no CPU is called so, and none counts
+    own = changed(H200, device="NVIDIA H100", machine="sm_90", hole_safe=False)
+    store([own])
+    assert found("NVIDIA H100", "sm_90") == own  # by its own name first
+    assert found("NVIDIA H200", "sm_90") == of_kind
 
 
 @pytest.mark.parametrize("member", ["engine", "version", "backend", "device"])

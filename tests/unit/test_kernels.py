@@ -22,7 +22,8 @@ def records(monkeypatch):
         for backend, (holes, top) in verdicts.items()
     }
 
-    def lookup(engine: str, version: str, backend: str, device: str) -> KernelRecord | None:
+    def lookup(engine: str, version: str, backend: str, device: str, machine: str) -> KernelRecord | None:
+        assert machine == kernel_records.this_machine()
         return known.get(backend) if (engine, version, device) == ("vllm", "1", "cpu") else None
 
     monkeypatch.setattr(kernel_records, "lookup", lookup)

@@ -125,7 +125,7 @@ def test_a_pass_of_fewer_cases_replaces_nothing(
 
 # ------------------------------------------------------------ what a process's end means
 
-SUBJECT = {"backend": "B", "version": "1", "device_name": "NVIDIA H200"}
+SUBJECT = {"backend": "B", "version": "1", "device_name": "NVIDIA H200", "machine": "sm_90"}
 
 
 def outcome(*events: dict[str, Any] | str, code: int | None = 0, fault: str | None = None) -> Outcome:
@@ -147,7 +147,11 @@ def test_both_phases_ran_and_nothing_differed() -> None:
     assert verdict.record.detail == (
         "holes: 7 cases in 128 GiB of addresses; top ids: 7 cases in 128 GiB of addresses"
     )
-    assert (verdict.record.version, verdict.record.device, verdict.record.machine) == ("1", "NVIDIA H200", "")
+    assert (verdict.record.version, verdict.record.device, verdict.record.machine) == (
+        "1",
+        "NVIDIA H200",
+        "sm_90",
+    )
 
 
 def test_a_record_says_what_was_special_about_its_run() -> None:

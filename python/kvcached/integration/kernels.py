@@ -56,9 +56,9 @@ def choose(settings: Settings, kernels: Kernels, device: str) -> Ground:
     layout, unbacked = settings.layout, settings.unbacked
     if "auto" not in (layout, unbacked):
         return Ground(layout, unbacked)
-    name = kernel_records.device_name(device)
+    name, machine = kernel_records.device_name(device), kernel_records.machine_of(device)
     known = {
-        backend: kernel_records.lookup(kernels.engine, kernels.version, backend, name)
+        backend: kernel_records.lookup(kernels.engine, kernels.version, backend, name, machine)
         for backend in kernels.backends or {"unknown"}
     }
     reach, leave = [], []  # of whom it was asked and not shown

@@ -143,7 +143,7 @@ def judge(engine: str, backend: str, outcome: Outcome) -> Verdict:
         cases=sum(phase.cases for phase in phases if phase is not None),
         detail="; ".join(told + outcome.notes),
         when=datetime.datetime.now(datetime.timezone.utc).date(),
-        machine=kernel_records.this_machine() if outcome.device_name == "cpu" else "",
+        machine=outcome.machine,
     )
     return Verdict(engine, outcome.backend, record, None)
 

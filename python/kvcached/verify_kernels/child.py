@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvcached.kernel_records import device_name
+from kvcached.kernel_records import device_name, machine_of
 from kvcached.verify_kernels.subject import UntestedError
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def main(arguments: list[str]) -> int:
             subject = _subject(engine, backend, device)
             from kvcached.verify_kernels.proof import prove
 
-            report(backend=subject.backend, version=subject.version, device_name=device_name(device))
+            names = {"device_name": device_name(device), "machine": machine_of(device)}
+            report(backend=subject.backend, version=subject.version, **names)
             for phase in phases:
                 report(phase=phase)
                 prove(subject, device, phase, extent == "quick", report)

@@ -75,6 +75,7 @@ class Outcome:
     backend: str | None = None
     version: str = ""
     device_name: str = ""
+    machine: str = ""
     phases: dict[str, PhaseOutcome] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     untested: str | None = None
@@ -94,7 +95,7 @@ def read(lines: Iterable[str], ended: Ended, outcome: Outcome) -> None:
             continue  # the last line of a process that died while it wrote
         if "backend" in event:
             outcome.backend, outcome.version = event["backend"], event["version"]
-            outcome.device_name = event["device_name"]
+            outcome.device_name, outcome.machine = event["device_name"], event["machine"]
         elif "phase" in event:
             phase = outcome.phases.setdefault(event["phase"], PhaseOutcome())
         elif "case" in event:
