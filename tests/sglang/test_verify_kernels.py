@@ -82,7 +82,7 @@ def test_a_real_backend_that_looks_behind_a_sequence_dies(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["alloc_extend", "alloc_decode"])
 def test_kernels_that_give_out_tokens_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, rows = Shape(16, 4, 4, 32, "float32"), 64
-    subject = sglang_subject.Sglang("torch_native", "cpu", kernel_records.this_machine())
+    subject = sglang_subject.Sglang("torch_native", "cpu")
     layers = [[torch.zeros(rows * subject.block_bytes(shape), dtype=torch.int8) for _ in range(2)]]
     opened = subject.open(shape, layers, rows)
     ids = [3, 9, 17, 21, 30, 31, 32, 50, 63]
