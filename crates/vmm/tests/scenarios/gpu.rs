@@ -76,6 +76,8 @@ impl Gpu {
             copy(address as u64, (&raw const word).cast(), size_of_val(&word))
         };
         assert_eq!(code, 0, "writing {address:#x}");
+        // The copy may end after the call; nothing else waits for it.
+        self.driver.synchronise().unwrap();
     }
 
     fn enter(&self) {

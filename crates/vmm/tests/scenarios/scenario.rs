@@ -110,6 +110,19 @@ pub fn scenarios() -> Vec<Scenario> {
         ("undecided", vec![map(&[0, 1, 2]), prepare(1, &[1, 0])]),
         ("committed", vec![map(&[0, 1, 2]), prepare(1, &[2, 0]), Commit(1), map(&[0])]),
         ("commits repeated", vec![map(&[0, 1]), prepare(1, &[0, 1]), Commit(1), Commit(1), Commit(1)]),
+        (
+            "work beside half a commit",
+            vec![
+                map(&[0, 1, 2]),
+                prepare(1, &[0, 1]),
+                Commit(1),
+                prepare(2, &[2]),
+                map(&[0]),
+                Abort(1),
+                Commit(1),
+                prepare(2, &[2]),
+            ],
+        ),
         ("contrary to a commit", vec![map(&[0, 1]), prepare(1, &[0]), Commit(1), Abort(1), prepare(1, &[1])]),
         ("aborted", vec![map(&[0, 1, 2]), prepare(1, &[2, 0]), Abort(1), unmap(&[0])]),
         (
