@@ -127,7 +127,7 @@ class FTensor:
     `device` is "cuda:N", "hip:N" or "cpu". `unbacked`: what lies under a page without memory, "hole" (touching it is an error of
     the device) or "zero" (it reads as zeros; writing is an error of the device; changing a page waits for the device first).
     `cache_bytes`: memory of released pages to keep for the next ones. Thread-safe; the GIL is released around driver calls.
-    A fork of the process has none of the memory: calls there raise `DriverError`.
+    A fork of the process has none of the memory: there all but what was fixed at the start raises `DriverError`.
     """
 
     def __init__(
@@ -212,6 +212,7 @@ class Pool:
 
     `geometry`, `num_blocks`: where the pool's blocks differ from those the `FTensor` was made for (see `Geometry.with_block`).
     `reserve_null_block`: id 0 is taken and backed for good. `async_sched`: emptied pages stay mapped until `end_step`.
+    In a fork of the process, which has none of the memory, calls raise `DriverError`.
     """
 
     def __new__(

@@ -55,6 +55,14 @@ pub enum ControlError {
         /// Where it was.
         path: PathBuf,
     },
+    /// This process is a fork of the one whose record it is.
+    #[error("instance record {} is that of process {owner}; a fork makes a record of its own", path.display())]
+    Forked {
+        /// Where it is.
+        path: PathBuf,
+        /// Process id of its owner.
+        owner: u32,
+    },
     /// Something else has the directory's name.
     #[error("{} is not a directory; remove it, kvcached makes a directory there", path.display())]
     NotADirectory {

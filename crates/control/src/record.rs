@@ -84,9 +84,13 @@ impl InstanceRecord {
     ///
     /// # Errors
     ///
-    /// [`ControlError`]: a bad name, one that a living [`PoolRow`] has, no row left, or the record is closed.
+    /// [`ControlError`]: a bad name, one that a living [`PoolRow`] has, no row left, the record is closed, or this is a forked child.
     pub fn pool_row(&self, name: &str) -> Result<PoolRow, ControlError> {
         check_text("pool name", name)?;
+        if self.shared.is_foreign() {
+            // Neither may it write what others read of its parent, nor wait for a lock that may be held for good.
+            return Err(ControlError::Forked { path: self.path.clone(), owner: self.shared.owner_pid });
+        }
         let open = lock(&self.open);
         if open.is_none() {
             return Err(ControlError::Closed { path: self.path.clone() });
@@ -247,6 +251,10 @@ mod tests {
         };
         child_sees.mapped.record().rename_row(0, "kv");
         record.shared = Arc::new(child_sees);
+        let held = lock(&record.open);
+        let refused = record.pool_row("mine").err().unwrap();
+        drop(held);
+        assert!(matches!(refused, ControlError::Forked { owner, .. } if owner == std::process::id() + 1));
         drop(PoolRow { row: Arc::new(OwnedRow { shared: Arc::clone(&record.shared), index: 0 }) });
         // A real child shares the open file, and with it the lock.
         let shared_lock = lock(&record.open).as_ref().unwrap().1.try_clone().unwrap();

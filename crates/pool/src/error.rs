@@ -55,6 +55,12 @@ pub enum PoolError {
     /// The pool has been shut down.
     #[error("the pool has been shut down")]
     Shutdown,
+    /// This process is a fork of the one that made the pool.
+    #[error("the pool was made by process {owner}, and a fork cannot use it")]
+    Forked {
+        /// Process id of who made it.
+        owner: u32,
+    },
 }
 
 impl PoolError {

@@ -6,6 +6,7 @@
 
 mod config;
 mod error;
+mod fork;
 mod ftensor;
 mod mapper;
 mod meter;
@@ -13,6 +14,7 @@ mod pool;
 
 pub use config::PoolConfig;
 pub use error::PoolError;
+pub use fork::forked;
 pub use mapper::{Cause, MapFailure, Mapper, UnmapFailure};
 pub use meter::{Meter, NoMeter, Usage};
 pub use pool::{Pool, PoolStats};

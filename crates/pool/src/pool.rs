@@ -7,6 +7,7 @@ use kvcached_ledger::{ClaimPlan, Ledger, PageCounts, TransitionError};
 
 use crate::config::PoolConfig;
 use crate::error::PoolError;
+use crate::fork::Owner;
 use crate::mapper::{Cause, MapFailure, Mapper, UnmapFailure};
 use crate::meter::{Meter, Usage};
 
@@ -15,7 +16,8 @@ const MAX_ROUNDS: u32 = 64;
 /// How long a call waits for another thread's driver call that holds the pages it needs.
 const MAX_WAIT: Duration = Duration::from_secs(10);
 
-/// Hands out block ids of backed pages. Thread-safe; shut down when dropped.
+/// Hands out block ids of backed pages. Thread-safe; shut down when dropped. Every call fails with `Forked` in a fork of the
+/// process that made it (see [`forked`](crate::forked)), and dropping it there does nothing.
 pub struct Pool {
     mapper: Arc<dyn Mapper>,
     page_bytes: u64,
@@ -23,8 +25,7 @@ pub struct Pool {
     /// Idle pages that stay mapped.
     keep: u32,
     null_block: Option<u32>,
-    /// Process that made it.
-    owner: u32,
+    owner: Owner,
     /// Never locked across a call of `mapper`.
     state: Mutex<State>,
     /// Some driver call has ended, or there is no point in waiting for one.
@@ -102,7 +103,7 @@ impl Pool {
             virtual_bytes: mapper.virtual_bytes(),
             keep: config.max_reserved_pages(page_bytes),
             null_block: config.null_block.then_some(0),
-            owner: std::process::id(),
+            owner: Owner::this_process(),
             state: Mutex::new(State {
                 ledger,
                 credit: 0,
@@ -542,7 +543,9 @@ impl Pool {
         Ok((!timeout.timed_out()).then_some(state))
     }
 
+    /// The owner comes before the lock, which in a fork may be held for good.
     fn lock(&self) -> Result<Guard<'_>, PoolError> {
+        self.owner.check()?;
         self.state.lock().map_err(|_| poisoned())
     }
 
@@ -577,8 +580,8 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        if std::process::id() != self.owner {
-            return; // a fork inherits the value, perhaps locked, but not the memory
+        if self.owner.is_other() {
+            return;
         }
         if let Err(error) = self.shutdown() {
             tracing::warn!(%error, "a pool could not be shut down when it was dropped");

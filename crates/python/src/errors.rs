@@ -198,7 +198,7 @@ impl Raise for PoolError {
             PoolError::NoSuchPage { .. } => return PyValueError::new_err(self.to_string()),
             PoolError::Exhausted { .. } => EXHAUSTED,
             PoolError::Quarantined { .. } => QUARANTINED,
-            PoolError::Driver { .. } => DRIVER,
+            PoolError::Driver { .. } | PoolError::Forked { .. } => DRIVER,
             PoolError::Shutdown => ERROR,
         };
         raise(py, kind, self.to_string())

@@ -1,6 +1,7 @@
 //! `kvcached._core`: bindings of the pure crates, and nothing else. Documented in `_core.pyi`.
 
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 mod dlpack;
 mod errors;
@@ -58,6 +59,18 @@ fn live_ranges() -> usize {
     kvcached_vmm::live_ranges()
 }
 
+/// Called in every fork of this process before any other Python code.
+#[pyfunction]
+fn forked() {
+    kvcached_pool::forked();
+}
+
+fn tell_forks(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let hooks = PyDict::new(module.py());
+    hooks.set_item("after_in_child", wrap_pyfunction!(forked, module)?)?;
+    module.py().import("os")?.call_method("register_at_fork", (), Some(&hooks)).map(drop)
+}
+
 #[pymodule]
 mod _core {
     #[pymodule_export]
@@ -75,6 +88,7 @@ mod _core {
     fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
         use pyo3::types::PyModuleMethods;
         super::warn_on_stderr();
+        super::tell_forks(module)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         super::errors::register(module)
     }

@@ -55,6 +55,7 @@ impl Pool {
         record: Option<&InstanceRecord>,
         pool_name: Option<&str>,
     ) -> PyResult<Self> {
+        ftensor.get().check_owner(py, "Pool")?;
         let tensor = Arc::clone(&ftensor.get().inner);
         let geometry = geometry.map_or_else(|| *tensor.geometry(), |g| g.inner);
         let num_blocks = num_blocks.unwrap_or(tensor.num_blocks());

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use kvcached_vmm::{Device, FTensor as Inner, Options, Unbacked, VmmError};
+use kvcached_vmm::{Device, DriverError, FTensor as Inner, Options, Unbacked, VmmError};
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -21,6 +21,15 @@ pub fn parse_device(py: Python<'_>, name: &str) -> PyResult<Device> {
 #[pyclass(frozen, module = "kvcached._core")]
 pub struct FTensor {
     pub inner: Arc<Inner>,
+    owner: u32,
+}
+
+/// Refuses in a fork of the process `owner`.
+fn check_owner(py: Python<'_>, owner: u32, call: &'static str) -> PyResult<()> {
+    match std::process::id() == owner {
+        true => Ok(()),
+        false => Err(DriverError::Forked { call, owner }.raise(py)),
+    }
 }
 
 #[pymethods]
@@ -52,7 +61,7 @@ impl FTensor {
             Inner::reserve(driver, geometry, num_blocks, options)
         };
         let inner = py.detach(reserve).map_err(|e| e.raise(py))?;
-        Ok(FTensor { inner: Arc::new(inner) })
+        Ok(FTensor { inner: Arc::new(inner), owner: std::process::id() })
     }
 
     #[getter]
@@ -86,8 +95,9 @@ impl FTensor {
     }
 
     #[getter]
-    fn mapped_bytes(&self) -> u64 {
-        self.inner.mapped_bytes()
+    fn mapped_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        self.check_owner(py, "mapped_bytes")?;
+        Ok(self.inner.mapped_bytes())
     }
 
     #[getter]
@@ -99,44 +109,53 @@ impl FTensor {
     }
 
     #[getter]
-    fn cached_bytes(&self) -> u64 {
-        self.inner.cached_bytes()
+    fn cached_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        self.check_owner(py, "cached_bytes")?;
+        Ok(self.inner.cached_bytes())
     }
 
     #[getter]
-    fn leaked_bytes(&self) -> u64 {
-        self.inner.leaked_bytes()
+    fn leaked_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        self.check_owner(py, "leaked_bytes")?;
+        Ok(self.inner.leaked_bytes())
     }
 
     #[getter]
-    fn retained_bytes(&self) -> u64 {
-        self.inner.retained_bytes()
+    fn retained_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        self.check_owner(py, "retained_bytes")?;
+        Ok(self.inner.retained_bytes())
     }
 
     #[getter]
-    fn zero_bytes(&self) -> u64 {
-        self.inner.zero_bytes()
+    fn zero_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        self.check_owner(py, "zero_bytes")?;
+        Ok(self.inner.zero_bytes())
     }
 
     #[getter]
-    fn pending_transaction(&self) -> Option<u64> {
-        self.inner.pending_transaction()
+    fn pending_transaction(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.check_owner(py, "pending_transaction")?;
+        Ok(self.inner.pending_transaction())
     }
 
-    fn mapped_pages(&self) -> Vec<u32> {
-        self.inner.mapped_pages()
+    fn mapped_pages(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        self.check_owner(py, "mapped_pages")?;
+        Ok(self.inner.mapped_pages())
     }
 
-    fn quarantined_pages(&self) -> Vec<u32> {
-        self.inner.quarantined_pages()
+    fn quarantined_pages(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        self.check_owner(py, "quarantined_pages")?;
+        Ok(self.inner.quarantined_pages())
     }
 
-    fn buffers(&self) -> Vec<Buffer> {
+    fn buffers(&self, py: Python<'_>) -> PyResult<Vec<Buffer>> {
+        self.check_owner(py, "buffers")?;
         let buffers = (0..self.inner.geometry().num_buffers()).filter_map(|i| self.inner.buffer(i));
-        buffers.map(|(address, bytes)| self.view(address, vec![bytes], vec![1])).collect()
+        Ok(buffers.map(|(address, bytes)| self.view(address, vec![bytes], vec![1])).collect())
     }
 
     fn component(&self, py: Python<'_>, buffer: u32, offset: u64, nbytes: u64) -> PyResult<Buffer> {
+        self.check_owner(py, "component")?;
         let (address, _) = self.place(py, buffer)?;
         let stride = self.inner.geometry().block_bytes();
         if nbytes == 0 || offset.checked_add(nbytes).is_none_or(|end| end > stride) {
@@ -148,6 +167,7 @@ impl FTensor {
     }
 
     fn halves(&self, py: Python<'_>, buffer: u32) -> PyResult<Buffer> {
+        self.check_owner(py, "halves")?;
         let (address, bytes) = self.place(py, buffer)?;
         self.place(py, buffer.saturating_add(1))?;
         Ok(self.view(address, vec![2, bytes], vec![self.inner.buffer_stride(), 1]))
@@ -178,13 +198,19 @@ impl FTensor {
     }
 
     fn synchronise(&self, py: Python<'_>) -> PyResult<()> {
+        self.check_owner(py, "synchronise")?;
         py.detach(|| self.inner.synchronise()).map_err(|e| e.raise(py))
     }
 }
 
 impl FTensor {
+    /// Refuses in a fork of the process, which has none of the memory.
+    pub fn check_owner(&self, py: Python<'_>, call: &'static str) -> PyResult<()> {
+        check_owner(py, self.owner, call)
+    }
+
     fn view(&self, address: usize, shape: Vec<u64>, strides: Vec<u64>) -> Buffer {
-        Buffer { tensor: Arc::clone(&self.inner), address, shape, strides }
+        Buffer { tensor: Arc::clone(&self.inner), owner: self.owner, address, shape, strides }
     }
 
     /// Where a buffer lies, and its bytes.
@@ -200,6 +226,7 @@ impl FTensor {
 #[pyclass(frozen, module = "kvcached._core")]
 pub struct Buffer {
     tensor: Arc<Inner>,
+    owner: u32,
     address: usize,
     shape: Vec<u64>,
     /// Elements, which are bytes.
@@ -237,6 +264,7 @@ impl Buffer {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Py<PyAny>> {
+        check_owner(py, self.owner, "__dlpack__")?;
         let _ = stream; // nothing of ours is pending on any stream
         if copy == Some(true) {
             return Err(PyBufferError::new_err("unbacked memory cannot be copied: ask without copy=True"));

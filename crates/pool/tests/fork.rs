@@ -1,0 +1,86 @@
+//! In a fork of the process that made it a pool refuses. A test binary of its own: what is said here holds for all of it.
+#![allow(clippy::unwrap_used)]
+
+mod fake;
+
+use std::sync::{Arc, Barrier, Mutex, mpsc};
+use std::time::Duration;
+
+use fake::{Fake, config};
+use kvcached_pool::{Meter, Pool, PoolError, Usage};
+
+/// Holds up whoever tells it that memory is used while `gate` is locked: under the pool's lock.
+struct Slow {
+    gate: Mutex<()>,
+    told: Barrier,
+}
+
+impl Meter for Slow {
+    fn publish(&self, usage: &Usage) {
+        if usage.used_bytes > 0 {
+            self.told.wait();
+            drop(self.gate.lock().unwrap());
+        }
+    }
+}
+
+#[test]
+fn a_fork_is_refused_before_the_lock() {
+    let slow = Arc::new(Slow { gate: Mutex::default(), told: Barrier::new(2) });
+    let fake = Arc::new(Fake::default());
+    let pool = Arc::new(Pool::new(config(12), fake.clone(), slow.clone()).unwrap());
+    let held = slow.gate.lock().unwrap();
+    let allocating = std::thread::spawn({
+        let pool = Arc::clone(&pool);
+        move || pool.alloc(1)
+    });
+    slow.told.wait();
+
+    // The pool's lock is held, as by a thread that a fork does not have.
+    kvcached_pool::forked();
+    let (done, all_done) = mpsc::channel();
+    let inherited = Arc::clone(&pool);
+    std::thread::spawn(move || {
+        let pool = inherited;
+        done.send(vec![
+            pool.alloc(1).map(drop),
+            pool.free(&[0]),
+            pool.claim(&[0]),
+            pool.available().map(drop),
+            pool.backed().map(drop),
+            pool.promised().map(drop),
+            pool.held().map(drop),
+            pool.free_ids().map(drop),
+            pool.refresh_credit(0).map(drop),
+            pool.reserve_demand(1).map(drop),
+            pool.try_to_reserve(1).map(drop),
+            pool.free_reserved(),
+            pool.begin_step().map(drop),
+            pool.end_step(0),
+            pool.trim().map(drop),
+            pool.clear(),
+            pool.shutdown(),
+            pool.occupancy(&[0]).map(drop),
+            pool.pages_of(&[0]).map(drop),
+            pool.stats().map(drop),
+        ])
+    });
+    // Runs out where a call waits for the lock.
+    let answers = all_done.recv_timeout(Duration::from_secs(20)).unwrap();
+    for (number, answer) in answers.into_iter().enumerate() {
+        let owner = std::process::id();
+        assert!(
+            matches!(answer, Err(PoolError::Forked { owner: named }) if named == owner),
+            "call {number}: {answer:?}"
+        );
+    }
+    drop(held);
+    allocating.join().unwrap().unwrap();
+    fake.calls();
+    drop(pool); // not shut down: the memory is another process's
+    assert_eq!((fake.mapped(), fake.calls()), (vec![0], vec![]));
+
+    // What a fork makes itself is its own.
+    let own = Pool::new(config(12), Arc::new(Fake::default()), Arc::new(kvcached_pool::NoMeter)).unwrap();
+    assert_eq!(own.alloc(2).unwrap(), Some(vec![0, 1]));
+}
