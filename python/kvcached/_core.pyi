@@ -188,13 +188,18 @@ class FTensor:
         `DriverError` otherwise, `ValueError` for a page outside the range.
         """
     def unmap(self, pages: Sequence[int]) -> None:
-        """Give these pages back; a page that is not backed is an error and nothing changes. Synchronise first where GPU work may read them."""
+        """Give these pages back. Synchronise first where GPU work may read them.
+
+        Raises `StateConsistencyError` for a page that is not backed (nothing changed). Where the driver refuses the message says
+        where each page stands: `MapQuarantinedError` if some are lost, else `DriverError`.
+        """
     def prepare_unmap(self, transaction: int, pages: Sequence[int]) -> None:
         """Unmap these pages and keep their memory, all or none. One transaction at a time; each has a greater number than those
         before. Repeating it does nothing.
 
-        Raises `StateConsistencyError` where it may not follow what came before or a page is not backed (nothing changed),
-        `MapQuarantinedError` where a driver call failed: everything is mapped again, but for the pages that the message names.
+        Raises `StateConsistencyError` where it may not follow what came before or a page is not backed (nothing changed). Where
+        the driver refuses everything is mapped again, but for pages lost by that: `MapQuarantinedError` names them, and
+        without any it is a `DriverError`.
         """
     def commit_unmap(self, transaction: int) -> None:
         """Release the memory of a prepared transaction. Raises `DriverError` where some could not be released: commit again."""

@@ -157,6 +157,7 @@ impl Raise for VmmError {
                 source: DriverError::NoDriver { .. } | DriverError::NoSymbol { .. }, ..
             } => raise(py, UNAVAILABLE, message),
             VmmError::Driver { .. } | VmmError::CommitUnfinished { .. } => raise(py, DRIVER, message),
+            VmmError::Unmap(report) if report.quarantined.is_empty() => raise(py, DRIVER, message),
             VmmError::OutOfMemory { .. } => raise(py, EXHAUSTED, message),
             VmmError::Quarantined { .. }
             | VmmError::Unmap(_)
