@@ -17,7 +17,6 @@ mod backends;
 mod book;
 mod cuda;
 pub mod driver;
-mod error;
 mod ftensor;
 pub mod geometry;
 mod gpu;
@@ -28,6 +27,8 @@ pub mod sim;
 
 pub use backends::{available, open};
 pub use driver::{Access, Device, DeviceNameError, Driver, DriverError, Handle, MemInfo};
-pub use error::{UnmapFailure, VmmError};
-pub use ftensor::{FTensor, Options, Outcome, TransactionError, TransactionId, Unbacked, live_ranges};
+
+pub use ftensor::{
+    FTensor, Options, Outcome, TransactionError, TransactionId, Unbacked, UnmapFailure, VmmError, live_ranges,
+};
 pub use geometry::{Cell, Component, Geometry, GeometryError, Layout, Shape, Target};

@@ -1,10 +1,10 @@
 //! Backing pages and giving them back, by one process alone.
 
 use super::backing::Page;
+use super::error::{UnmapFailure, VmmError};
 use super::table::{Slot, Table, Taken};
 use super::{FTensor, Unbacked};
 use crate::driver::DriverError;
-use crate::error::{UnmapFailure, VmmError};
 
 impl FTensor {
     /// Backs these pages, all or none; returns those that were not mapped before, in the order given. Three driver calls for

@@ -3,6 +3,7 @@
 mod backing;
 mod cache;
 mod end;
+mod error;
 mod mapping;
 mod table;
 mod transaction;
@@ -16,9 +17,9 @@ use cache::HandleCache;
 use table::{Slot, Table};
 
 use crate::driver::{Device, Driver, DriverError};
-use crate::error::VmmError;
 use crate::geometry::{Geometry, GeometryError};
 
+pub use error::{UnmapFailure, VmmError};
 pub use transaction::{Outcome, TransactionError, TransactionId};
 
 static LIVE_RANGES: AtomicUsize = AtomicUsize::new(0);

@@ -1,9 +1,9 @@
 //! Which page of a range is in which state.
 
 use super::backing::Page;
+use super::error::VmmError;
 use super::transaction::Transactions;
 use crate::driver::Handle;
-use crate::error::VmmError;
 
 /// A page without its memory, and that memory: a handle for each of its runs.
 pub(super) type Retained = (u32, Box<[Handle]>);

@@ -3,11 +3,11 @@
 
 use super::FTensor;
 use super::backing::Page;
+use super::error::{UnmapFailure, VmmError};
 use super::mapping::quarantine;
 use super::table::{Retained, Slot, Taken};
 use super::transaction::{Loss, Step, TransactionId};
 use crate::driver::DriverError;
-use crate::error::{UnmapFailure, VmmError};
 
 impl FTensor {
     /// Unmaps these pages for a transaction and keeps their memory, all or none. Asked for again, also after the decision was

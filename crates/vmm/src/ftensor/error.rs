@@ -2,8 +2,8 @@
 
 use thiserror::Error;
 
+use super::transaction::{TransactionError, TransactionId};
 use crate::driver::DriverError;
-use crate::ftensor::{TransactionError, TransactionId};
 use crate::geometry::GeometryError;
 
 /// Why an [`FTensor`](crate::FTensor) call failed. Each variant says what the call left behind.
