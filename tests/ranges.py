@@ -1,4 +1,8 @@
-"""Ranges of addresses for tests, and what views of them must look like, by the definition of the layouts."""
+"""Ranges of addresses for tests, and what views of them must look like, by the definition of the layouts.
+
+A failed assertion shows every value that it names: one of a whole tensor over holes would read them, and end the run. So what
+is compared of such a tensor is taken from it before.
+"""
 
 from __future__ import annotations
 

@@ -138,8 +138,8 @@ def test_views_have_the_shape_the_strides_and_the_address_of_the_layout(layout, 
         assert (buffer.shape, buffer.strides, buffer.ptr) == (shape, strides, base + offset)
         assert buffer.__dlpack_device__() == (2, 0)  # kDLCUDA
         tensor = torch.from_dlpack(exporter(buffer))
-        assert tensor.device == torch.device("cuda", 0) and tensor.dtype == torch.int8
-        assert (tuple(tensor.shape), tensor.stride(), tensor.data_ptr()) == (shape, strides, base + offset)
+        seen = tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr()
+        assert seen == (torch.device("cuda", 0), torch.int8, shape, strides, base + offset)
     with pytest.raises(BufferError, match="copy=True"):
         ftensor.buffers()[0].__dlpack__(copy=True)
     with pytest.raises(BufferError, match="stays there"):
@@ -491,7 +491,8 @@ def test_components_of_cells_do_not_overlap(name, layout):
         shape, dtype = model.parts[place]
         view = torch.from_dlpack(ftensor.component(layer, offsets[place], sizes[place]))
         typed = view.view(dtype).unflatten(1, shape)
-        assert typed.shape == (ftensor.id_space, *shape) and typed[first].is_contiguous()
+        seen = tuple(typed.shape), typed[first].is_contiguous()
+        assert seen == ((ftensor.id_space, *shape), True)
         content = torch.randint(-100, 100, (m, sizes[place]), dtype=torch.int8, device="cuda")
         typed[first : first + m] = content.view(dtype).unflatten(1, shape)
         cells[layer, :, offsets[place] : offsets[place] + sizes[place]] = content
@@ -524,7 +525,8 @@ def test_keys_and_values_are_the_halves_of_an_engines_tensor(layout):
     for layer, cache in enumerate(caches):
         keys, values = cache.unbind(0)
         for number, half in ((2 * layer, keys), (2 * layer + 1, values)):
-            assert half.data_ptr() == ftensor.buffers()[number].ptr
+            address = half.data_ptr()
+            assert address == ftensor.buffers()[number].ptr
             content = torch.randn(m, tokens, heads, head, device="cuda").to(torch.bfloat16)
             half[first : first + m] = content
             written.append(content)

@@ -113,7 +113,8 @@ def test_components_of_random_cells_do_not_overlap(
     assert geometry.block_bytes % cell_align == 0
     cells = Cells(components, geometry, num_blocks, unbacked=unbacked)
     for (_, place), view in cells.views.items():
-        assert view.ctypes.data % components[place][1] == 0 and view.strides == (geometry.block_bytes, 1)
+        address, strides = view.ctypes.data, view.strides
+        assert address % components[place][1] == 0 and strides == (geometry.block_bytes, 1)
     pages = random.sample(range(cells.ftensor.num_pages), min(3, cells.ftensor.num_pages))
 
     def shuffled(places: list) -> list:
@@ -176,8 +177,8 @@ def test_components_of_real_cells_are_tensors_of_the_engines_shape(name, layout)
     for layer in range(layers):
         for place, (shape, dtype) in enumerate(model.parts.values()):
             view = tensor(layer, place)
-            assert view.shape == (ids, *shape) and view.dtype == dtype
-            assert view.stride(0) * dtype.itemsize == geometry.block_bytes and view[first].is_contiguous()
+            seen = view.shape, view.dtype, view.stride(0) * dtype.itemsize, view[first].is_contiguous()
+            assert seen == ((ids, *shape), dtype, geometry.block_bytes, True)
             for row in range(min(geometry.blocks_per_page, 4)):
                 value = torch.randint(0, 100, shape).to(dtype)
                 view[first + row] = value
@@ -235,8 +236,8 @@ def test_keys_and_values_are_the_halves_of_an_engines_tensor(
     written = {}
     for layer, cache in enumerate(caches):
         keys, values = cache.unbind(0)
-        assert keys.data_ptr() == buffers[2 * layer].data_ptr()
-        assert values.data_ptr() == buffers[2 * layer + 1].data_ptr()
+        addresses = [view.data_ptr() for view in (keys, values)]
+        assert addresses == [buffer.ptr for buffer in ftensor.buffers()[2 * layer :][:2]]
         for index in blocks:
             row = geometry.block_id(index)
             assert page in geometry.pages_of_row(row)
