@@ -195,6 +195,36 @@ def test_a_fork_does_not_wait_for_locks_of_threads_that_it_does_not_have():
     assert pool.held_size() == 0
 
 
+def test_a_fork_opens_a_device_while_threads_of_its_parent_do():
+    """The table of opened devices is locked for a moment in each of their calls, and so is that of all caches."""
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            _core.mem_info("cpu")
+
+    def make() -> None:
+        while not stop.is_set():
+            host_range(cache_bytes=MIB)
+
+    threads = [threading.Thread(target=body) for body in (look, look, make)]
+    for thread in threads:
+        thread.start()
+
+    def body() -> None:
+        own = host_range(cache_bytes=MIB)
+        own.map([0])
+        assert _core.mem_info("cpu")[0] > 0
+
+    try:
+        outcomes = {in_fork(body, seconds=10) for _ in range(50)}
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert outcomes == {(0, "")}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_fork_does_not_reach_its_parents_memory(layout):
     def write(view: np.ndarray) -> None:

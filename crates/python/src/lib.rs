@@ -1,5 +1,7 @@
 //! `kvcached._core`: bindings of the pure crates, and nothing else. Documented in `_core.pyi`.
 
+use std::cell::Cell;
+
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -59,14 +61,34 @@ fn live_ranges() -> usize {
     kvcached_vmm::live_ranges()
 }
 
-/// Called in every fork of this process before any other Python code.
+thread_local! {
+    /// While this thread forks.
+    static FORKING: Cell<Option<kvcached_vmm::Forking>> = const { Cell::new(None) };
+}
+
+/// Called before every fork of this process.
+#[pyfunction]
+fn forking() {
+    FORKING.set(Some(kvcached_vmm::forking()));
+}
+
+/// Called after it, in the process that forked.
+#[pyfunction]
+fn has_forked() {
+    FORKING.take();
+}
+
+/// Called after it, in the fork.
 #[pyfunction]
 fn forked() {
+    FORKING.take();
     kvcached_pool::forked();
 }
 
 fn tell_forks(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let hooks = PyDict::new(module.py());
+    hooks.set_item("before", wrap_pyfunction!(forking, module)?)?;
+    hooks.set_item("after_in_parent", wrap_pyfunction!(has_forked, module)?)?;
     hooks.set_item("after_in_child", wrap_pyfunction!(forked, module)?)?;
     module.py().import("os")?.call_method("register_at_fork", (), Some(&hooks)).map(drop)
 }

@@ -1,20 +1,22 @@
 //! Which backend serves a device, and the one driver that a process has of it.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Device, Driver, DriverError};
 use crate::gpu::Gpu;
 use crate::{cuda, hip, host};
+
+pub(crate) type Opened = HashMap<(u32, Device), Arc<dyn Driver>>;
+
+static OPENED: Mutex<Option<Opened>> = Mutex::new(None);
 
 /// The driver of `device`, opened once a process and kept until it ends.
 ///
 /// Fails with `NoDriver` or `NoSymbol` where the machine has none, with `Call` where the driver refuses. A failure is not
 /// remembered. A fork gets a driver of its own: the memory of its parent is not its to manage.
 pub fn open(device: Device) -> Result<Arc<dyn Driver>, DriverError> {
-    type Opened = HashMap<(u32, Device), Arc<dyn Driver>>;
-    static OPENED: Mutex<Option<Opened>> = Mutex::new(None);
-    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut opened = lock();
     let opened = opened.get_or_insert_default();
     let key = (std::process::id(), device);
     if let Some(driver) = opened.get(&key) {
@@ -27,6 +29,11 @@ pub fn open(device: Device) -> Result<Arc<dyn Driver>, DriverError> {
     };
     opened.insert(key, Arc::clone(&driver));
     Ok(driver)
+}
+
+/// Every driver of this process.
+pub(crate) fn lock() -> MutexGuard<'static, Option<Opened>> {
+    OPENED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether `device` can be opened as far as can be told without starting the driver.

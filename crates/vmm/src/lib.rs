@@ -17,6 +17,7 @@ mod backends;
 mod book;
 mod cuda;
 pub mod driver;
+mod fork;
 mod ftensor;
 pub mod geometry;
 mod gpu;
@@ -27,7 +28,7 @@ pub mod sim;
 
 pub use backends::{available, open};
 pub use driver::{Access, Device, DeviceNameError, Driver, DriverError, Handle, MemInfo};
-
+pub use fork::{Forking, forking};
 pub use ftensor::{
     FTensor, Options, Outcome, TransactionError, TransactionId, Unbacked, UnmapFailure, VmmError, live_ranges,
 };

@@ -7,9 +7,14 @@ use crate::driver::{Driver, DriverError, Handle};
 /// All caches of this process, so that memory that one keeps is there for another range of the device.
 static CACHES: Mutex<Vec<Weak<HandleCache>>> = Mutex::new(vec![]);
 
+/// Every cache of this process.
+pub(crate) fn all() -> MutexGuard<'static, Vec<Weak<HandleCache>>> {
+    CACHES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Handles of one size that are mapped nowhere and hold zeros. They count as used.
 #[derive(Debug)]
-pub(super) struct HandleCache {
+pub(crate) struct HandleCache {
     driver: Arc<dyn Driver>,
     handle_bytes: u64,
     limit: usize,
@@ -22,7 +27,7 @@ impl HandleCache {
         let limit = usize::try_from(limit_bytes / handle_bytes).unwrap_or(usize::MAX);
         let cache = Arc::new(HandleCache { driver, handle_bytes, limit, handles: Mutex::default() });
         if limit > 0 {
-            let mut caches = CACHES.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut caches = all();
             caches.retain(|cache| cache.strong_count() > 0);
             caches.push(Arc::downgrade(&cache));
         }
@@ -84,7 +89,7 @@ impl HandleCache {
 /// has refused memory.
 pub(super) fn relieve(driver: &Arc<dyn Driver>) -> u64 {
     let caches: Vec<_> = {
-        let caches = CACHES.lock().unwrap_or_else(PoisonError::into_inner);
+        let caches = all();
         caches.iter().filter_map(Weak::upgrade).collect()
     };
     let ours = caches.iter().filter(|cache| Arc::ptr_eq(&cache.driver, driver));

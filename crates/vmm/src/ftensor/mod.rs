@@ -1,7 +1,7 @@
 //! A reserved range of addresses with memory under some of its pages.
 
 mod backing;
-mod cache;
+pub(crate) mod cache;
 mod end;
 mod error;
 mod mapping;
