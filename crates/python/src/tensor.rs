@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use kvcached_vmm::{Device, DriverError, FTensor as Inner, Options, Unbacked, VmmError};
+use kvcached_vmm::{Device, FTensor as Inner, Options, Unbacked, VmmError};
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -21,15 +21,6 @@ pub fn parse_device(py: Python<'_>, name: &str) -> PyResult<Device> {
 #[pyclass(frozen, module = "kvcached._core")]
 pub struct FTensor {
     pub inner: Arc<Inner>,
-    owner: u32,
-}
-
-/// Refuses in a fork of the process `owner`.
-fn check_owner(py: Python<'_>, owner: u32, call: &'static str) -> PyResult<()> {
-    match std::process::id() == owner {
-        true => Ok(()),
-        false => Err(DriverError::Forked { call, owner }.raise(py)),
-    }
 }
 
 #[pymethods]
@@ -61,7 +52,7 @@ impl FTensor {
             Inner::reserve(driver, geometry, num_blocks, options)
         };
         let inner = py.detach(reserve).map_err(|e| e.raise(py))?;
-        Ok(FTensor { inner: Arc::new(inner), owner: std::process::id() })
+        Ok(FTensor { inner: Arc::new(inner) })
     }
 
     #[getter]
@@ -206,11 +197,11 @@ impl FTensor {
 impl FTensor {
     /// Refuses in a fork of the process, which has none of the memory.
     pub fn check_owner(&self, py: Python<'_>, call: &'static str) -> PyResult<()> {
-        check_owner(py, self.owner, call)
+        self.inner.check_owner(call).map_err(|e| e.raise(py))
     }
 
     fn view(&self, address: usize, shape: Vec<u64>, strides: Vec<u64>) -> Buffer {
-        Buffer { tensor: Arc::clone(&self.inner), owner: self.owner, address, shape, strides }
+        Buffer { tensor: Arc::clone(&self.inner), address, shape, strides }
     }
 
     /// Where a buffer lies, and its bytes.
@@ -226,7 +217,6 @@ impl FTensor {
 #[pyclass(frozen, module = "kvcached._core")]
 pub struct Buffer {
     tensor: Arc<Inner>,
-    owner: u32,
     address: usize,
     shape: Vec<u64>,
     /// Elements, which are bytes.
@@ -264,7 +254,7 @@ impl Buffer {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Py<PyAny>> {
-        check_owner(py, self.owner, "__dlpack__")?;
+        self.tensor.check_owner("__dlpack__").map_err(|e| e.raise(py))?;
         let _ = stream; // nothing of ours is pending on any stream
         if copy == Some(true) {
             return Err(PyBufferError::new_err("unbacked memory cannot be copied: ask without copy=True"));

@@ -97,22 +97,15 @@ impl Backing {
         Ok(())
     }
 
-    /// Takes the memory from under every run of a page; it is loose afterwards, in the order of the runs.
+    /// Leaves every run of a page as an unbacked one is. Memory that lay under it is loose afterwards, in the order of the runs.
     pub fn strip(&self, page: &mut Page) -> Result<()> {
         (0..page.under.len()).try_for_each(|run| self.rest(page, run))
     }
 
-    /// Puts what `strip` took back where it was, latest first. Fails, having done what it could, where some run is not as it
-    /// was or its state is in doubt.
+    /// Puts what `strip` took back where it was, latest first. Stops at the first failure: the loose memory of lower runs is
+    /// not the one that `put` would find.
     pub fn restore(&self, page: &mut Page) -> Result<()> {
-        let mut first = Ok(());
-        for run in (0..page.loose.len()).rev() {
-            if let Err(error) = self.put(page, run) {
-                first = first.and(Err(error));
-                break; // the loose memory of lower runs is not the one that this would find
-            }
-        }
-        first
+        (0..page.loose.len()).rev().try_for_each(|run| self.put(page, run))
     }
 
     /// Undoes a `back` that failed: no memory under any run and none loose. Fails with the first failure, having tried
@@ -133,11 +126,6 @@ impl Backing {
             }
         }
         first
-    }
-
-    /// Lays the shared zeros under every run of a bare page.
-    pub fn lay_zeros(&self, page: &mut Page) -> Result<()> {
-        (0..page.under.len()).try_for_each(|run| self.rest(page, run))
     }
 
     /// Takes everything from under a page, zeros too, trying all runs; memory is loose afterwards.

@@ -13,7 +13,7 @@ impl FTensor {
     /// Fails with `PageOutOfRange`, `InQuarantine`, `InTransaction` or `InTransition` before anything is done; with
     /// `OutOfMemory` or `Driver` after what was done is undone; with `Quarantined` where that failed too.
     pub fn map(&self, pages: &[u32]) -> Result<Vec<u32>, VmmError> {
-        self.enter("map")?;
+        self.check_owner("map")?;
         let new = self.table().claim_unbacked(pages)?;
         if let Err(error) = self.still(!new.is_empty()) {
             let mut table = self.table();
@@ -43,7 +43,7 @@ impl FTensor {
     /// with `Driver` where the device could not be waited for; with `Unmap` after: no further page is unmapped then, and the
     /// report says where each stands.
     pub fn unmap(&self, pages: &[u32]) -> Result<(), VmmError> {
-        self.enter("unmap")?;
+        self.check_owner("unmap")?;
         let taken = self.table().claim_mapped(pages)?;
         if let Err(error) = self.still(!taken.is_empty()) {
             self.put_back(taken);

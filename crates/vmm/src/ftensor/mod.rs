@@ -214,13 +214,13 @@ impl FTensor {
 
     /// Waits for all work on the device. Fails with `Driver`.
     pub fn synchronise(&self) -> Result<(), VmmError> {
-        self.enter("synchronise")?;
+        self.check_owner("synchronise")?;
         self.driver().synchronise().map_err(|e| VmmError::from_driver(None, e))
     }
 
     /// Releases the memory kept for later pages; returns the bytes. Fails with `Driver`; what could not be released is kept.
     pub fn trim(&self) -> Result<u64, VmmError> {
-        self.enter("trim")?;
+        self.check_owner("trim")?;
         self.backing.cache.trim().map_err(|e| VmmError::from_driver(None, e))
     }
 
@@ -234,7 +234,7 @@ impl FTensor {
         let pages = self.range_bytes / self.geometry().page_bytes();
         for number in 0..u32::try_from(pages).unwrap_or(u32::MAX) {
             let mut page = self.backing.bare(number);
-            let laid = self.backing.lay_zeros(&mut page);
+            let laid = self.backing.strip(&mut page);
             if laid.is_err() && self.backing.bare_all(&mut page).is_ok() {
                 return laid;
             }
@@ -247,8 +247,9 @@ impl FTensor {
         Ok(())
     }
 
-    /// Refuses in a fork, whose copy of the lock may be held by a thread that it does not have.
-    fn enter(&self, call: &'static str) -> Result<(), VmmError> {
+    /// Refuses in a fork, whose copy of the lock may be held by a thread that it does not have: `Driver`, naming `call` and the
+    /// owner.
+    pub fn check_owner(&self, call: &'static str) -> Result<(), VmmError> {
         match self.is_fork() {
             false => Ok(()),
             true => {

@@ -17,7 +17,7 @@ impl FTensor {
     /// driver call fails everything is mapped back, and `Unmap` says which pages were lost by that; the transaction then
     /// counts as never prepared.
     pub fn prepare_unmap(&self, id: TransactionId, pages: &[u32]) -> Result<(), VmmError> {
-        self.enter("prepare_unmap")?;
+        self.check_owner("prepare_unmap")?;
         let taken = {
             let mut table = self.table();
             let same_pages = is_same_set(pages, &table.retained);
@@ -55,7 +55,7 @@ impl FTensor {
     ///
     /// Fails with `Transaction` where that may not follow what came before, with `CommitUnfinished` where memory is left.
     pub fn commit_unmap(&self, id: TransactionId) -> Result<(), VmmError> {
-        self.enter("commit_unmap")?;
+        self.check_owner("commit_unmap")?;
         let mut handles = {
             let mut table = self.table();
             if table.transactions.commit(id)? != Step::Go {
@@ -90,7 +90,7 @@ impl FTensor {
     /// Fails with `Transaction` where that may not follow what came before; with `AbortLost`, each time that it is asked for,
     /// where pages could not be mapped back. With `Driver` it has done nothing, and is to be asked for again.
     pub fn abort_unmap(&self, id: TransactionId) -> Result<(), VmmError> {
-        self.enter("abort_unmap")?;
+        self.check_owner("abort_unmap")?;
         let retained = {
             let mut table = self.table();
             match table.transactions.abort(id)? {
