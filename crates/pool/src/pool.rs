@@ -41,6 +41,8 @@ struct State {
     /// Who is told how much is mapped; None once the pool is shut down and has nothing left to tell, so that the row
     /// it had is free for another pool.
     meter: Option<Arc<dyn Meter>>,
+    /// What the mapper held beside the pages when a driver call last ended.
+    beside_bytes: u64,
     /// What was last told to the meter.
     published: Option<Usage>,
     /// Why nobody knows any longer what is mapped.
@@ -109,6 +111,7 @@ impl Pool {
                 credit: 0,
                 settlements: 0,
                 meter: Some(meter),
+                beside_bytes: mapper.held_beside(),
                 published: None,
                 broken: None,
                 shut_down: false,
@@ -297,9 +300,11 @@ impl Pool {
         let (state, released) = self.release(self.enter()?, 0)?;
         drop(state);
         self.mapper.trim().map_err(|source| PoolError::Driver { source })?;
-        self.publish(&mut *self.enter()?);
+        let mut state = self.enter()?;
+        state.beside_bytes = self.mapper.held_beside();
+        self.publish(&mut state);
         let given = u64::from(released.pages) * self.page_bytes + before;
-        Ok(given.saturating_sub(self.mapper.held_beside()))
+        Ok(given.saturating_sub(state.beside_bytes))
     }
 
     /// Forgets every holder but the null block's, and what was set aside. Waits for the device first;
@@ -376,7 +381,7 @@ impl Pool {
     /// Where the pool stands, also after its shutdown.
     pub fn stats(&self) -> Result<PoolStats, PoolError> {
         let state = self.lock()?;
-        let usage = self.usage(&state.ledger);
+        let usage = self.usage(&state.ledger, self.mapper.held_beside());
         Ok(PoolStats {
             pages: state.ledger.page_counts(),
             page_bytes: self.page_bytes,
@@ -522,6 +527,7 @@ impl Pool {
         let mut state = self.lock()?;
         let committed = commit(&mut state.ledger);
         state.settlements += 1;
+        state.beside_bytes = self.mapper.held_beside();
         self.settled.notify_all();
         if let Err(error) = committed {
             let detail = format!("the mapper reported pages that it was not asked about: {error}");
@@ -555,20 +561,20 @@ impl Pool {
         Ok(state)
     }
 
-    fn usage(&self, ledger: &Ledger) -> Usage {
+    fn usage(&self, ledger: &Ledger, beside_bytes: u64) -> Usage {
         let pages = ledger.page_counts();
         let bytes = |pages: u32| u64::from(pages) * self.page_bytes;
         Usage {
             used_bytes: bytes(pages.in_use),
             reserved_bytes: bytes(pages.reserved + pages.retired + pages.unmapping),
-            beside_bytes: self.mapper.held_beside(),
+            beside_bytes,
             virtual_bytes: self.virtual_bytes,
             quarantined_bytes: bytes(pages.quarantined),
         }
     }
 
     fn publish(&self, state: &mut State) {
-        let usage = self.usage(&state.ledger);
+        let usage = self.usage(&state.ledger, state.beside_bytes);
         if state.published != Some(usage) {
             state.published = Some(usage);
             if let Some(meter) = &state.meter {
