@@ -86,6 +86,14 @@ pub enum BlockError {
         /// Its page.
         page: u32,
     },
+    /// The memory limit leaves its page no memory.
+    #[error("block {id} lies in page {page}, which the memory limit has taken out")]
+    Withdrawn {
+        /// The id.
+        id: u32,
+        /// Its page.
+        page: u32,
+    },
     /// Its page is lost.
     #[error("block {id} lies in page {page}, which is quarantined")]
     Quarantined {
@@ -96,7 +104,7 @@ pub enum BlockError {
     },
 }
 
-/// A step was ended that was never begun.
+/// Work was said to have ended that was never begun.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("epoch {epoch} was never begun; the latest is {latest}")]
 pub struct EpochError {

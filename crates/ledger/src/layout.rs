@@ -61,15 +61,87 @@ impl Layout {
 
     /// Page and slot of an id, `None` where no block has it.
     pub fn locate(&self, id: u32) -> Option<(u32, u32)> {
-        let (page, slot) = (id / self.ids_per_page, id % self.ids_per_page);
-        (page < self.num_pages() && slot < self.capacity(page)).then_some((page, slot))
+        Grid::new(*self).locate(id)
+    }
+}
+
+/// A valid [`Layout`] with what every allocation asks of it worked out once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Grid {
+    pub(crate) num_pages: u32,
+    /// Never more than there are blocks.
+    pub(crate) blocks_per_page: u32,
+    ids_per_page: u32,
+    last_capacity: u32,
+    order: PageOrder,
+}
+
+impl Grid {
+    pub(crate) fn new(layout: Layout) -> Self {
+        let num_pages = layout.num_pages();
+        Grid {
+            num_pages,
+            blocks_per_page: layout.blocks_per_page.min(layout.num_blocks),
+            ids_per_page: layout.ids_per_page,
+            last_capacity: layout.capacity(num_pages - 1),
+            order: layout.order,
+        }
+    }
+
+    /// Usable blocks of a page.
+    pub(crate) fn capacity(&self, page: u32) -> u32 {
+        if page + 1 == self.num_pages { self.last_capacity } else { self.blocks_per_page }
+    }
+
+    /// The last page, where it holds fewer blocks than the others.
+    pub(crate) fn short_page(&self) -> Option<u32> {
+        (self.last_capacity < self.blocks_per_page).then_some(self.num_pages - 1)
+    }
+
+    /// Slot of an id in the page that its number points to, `None` where no block has it.
+    pub(crate) fn slot(&self, page: u32, id: u32) -> Option<u32> {
+        let slot = id - page * self.ids_per_page;
+        (page < self.num_pages && slot < self.capacity(page)).then_some(slot)
+    }
+
+    pub(crate) fn locate(&self, id: u32) -> Option<(u32, u32)> {
+        let page = id / self.ids_per_page;
+        self.slot(page, id).map(|slot| (page, slot))
+    }
+
+    /// Number of a block among all blocks, without the gaps that ids have.
+    pub(crate) fn block(&self, page: u32, slot: u32) -> usize {
+        page as usize * self.blocks_per_page as usize + slot as usize
+    }
+
+    /// Page and slot of a block number.
+    pub(crate) fn place(&self, block: usize) -> (u32, u32) {
+        let m = self.blocks_per_page as usize;
+        ((block / m) as u32, (block % m) as u32)
+    }
+
+    pub(crate) fn block_id(&self, page: u32, slot: u32) -> u32 {
+        page * self.ids_per_page + slot
+    }
+
+    /// Neighbouring ids of one page together, each run with its page, which need not exist. One division
+    /// a run: engines free what they hold in runs.
+    pub(crate) fn runs(self, mut ids: &[u32]) -> impl Iterator<Item = (u32, &[u32])> {
+        std::iter::from_fn(move || {
+            let page = ids.first()? / self.ids_per_page;
+            let start = page * self.ids_per_page;
+            let beyond = ids.iter().position(|id| id.wrapping_sub(start) >= self.ids_per_page);
+            let (run, rest) = ids.split_at(beyond.unwrap_or(ids.len()));
+            ids = rest;
+            Some((page, run))
+        })
     }
 
     /// Place of a page in the order of preference, and its own inverse: the lowest rank is backed first.
     pub(crate) fn rank(&self, page: u32) -> u32 {
         match self.order {
             PageOrder::LowestFirst => page,
-            PageOrder::HighestFirst => self.num_pages() - 1 - page,
+            PageOrder::HighestFirst => self.num_pages - 1 - page,
         }
     }
 }

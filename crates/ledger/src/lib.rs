@@ -8,15 +8,22 @@
 //! Block ids are *sparse*: block j of page p has id `p * ids_per_page + j`, j below `blocks_per_page`.
 #![forbid(unsafe_code)]
 
-mod bitmap;
+mod blocks;
 mod check;
+mod epochs;
 mod error;
+mod index;
 mod layout;
 mod ledger;
+mod limit;
+mod ordered;
+mod pages;
 mod state;
 
+pub use blocks::{ClaimPlan, FreeOutcome};
 pub use check::Inconsistency;
+pub use epochs::RetirePolicy;
 pub use error::{BlockError, EpochError, LayoutError, TransitionError};
 pub use layout::{Layout, PageOrder};
-pub use ledger::{BlockCounts, ClaimPlan, FreeOutcome, Ledger, RetirePolicy};
+pub use ledger::{BlockCounts, Ledger};
 pub use state::{PageCounts, PageState, Transition};

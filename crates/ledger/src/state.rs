@@ -19,6 +19,8 @@ pub enum PageState {
     Retired(u64),
     /// A driver call that takes its memory is under way.
     Unmapping,
+    /// No memory, no block held, and taken out by the limit.
+    Withdrawn,
     /// Nobody knows whether it is mapped: never used again.
     Quarantined,
 }
@@ -46,6 +48,10 @@ pub enum Transition {
     FinishUnmapping,
     /// It kept its memory after all.
     UndoUnmapping,
+    /// The limit takes it out.
+    Withdraw,
+    /// The limit lets it back in.
+    Restore,
     /// Its mapping is unknown.
     Quarantine,
 }
@@ -53,7 +59,7 @@ pub enum Transition {
 impl PageState {
     /// The whole table. Whatever it does not list is illegal.
     pub fn apply(self, page: u32, transition: Transition) -> Result<PageState, TransitionError> {
-        use PageState::{Free, InUse, Mapping, Quarantined, Reserved, Retired, Unmapping};
+        use PageState::{Free, InUse, Mapping, Quarantined, Reserved, Retired, Unmapping, Withdrawn};
         Ok(match (self, transition) {
             (Free, Transition::BeginMapping) => Mapping,
             (Mapping, Transition::FinishMapping) => Reserved,
@@ -65,6 +71,8 @@ impl PageState {
             (Reserved, Transition::BeginUnmapping) => Unmapping,
             (Unmapping, Transition::FinishUnmapping) => Free,
             (Unmapping, Transition::UndoUnmapping) => Reserved,
+            (Free, Transition::Withdraw) => Withdrawn,
+            (Withdrawn, Transition::Restore) => Free,
             (Mapping | Unmapping, Transition::Quarantine) => Quarantined,
             _ => return Err(TransitionError { page, from: Some(self), transition }),
         })
@@ -94,6 +102,8 @@ impl fmt::Display for Transition {
             Transition::BeginUnmapping => "begin unmapping",
             Transition::FinishUnmapping => "finish unmapping",
             Transition::UndoUnmapping => "undo unmapping",
+            Transition::Withdraw => "withdraw",
+            Transition::Restore => "restore",
             Transition::Quarantine => "quarantine",
         };
         f.write_str(words)
@@ -115,6 +125,8 @@ pub struct PageCounts {
     pub retired: u32,
     /// In state `Unmapping`.
     pub unmapping: u32,
+    /// In state `Withdrawn`.
+    pub withdrawn: u32,
     /// In state `Quarantined`.
     pub quarantined: u32,
 }
@@ -122,13 +134,12 @@ pub struct PageCounts {
 impl PageCounts {
     /// All pages: the sum never changes.
     pub fn total(&self) -> u32 {
-        self.free
-            + self.mapping
-            + self.in_use
-            + self.reserved
-            + self.retired
-            + self.unmapping
-            + self.quarantined
+        self.free + self.withdrawn + self.occupied()
+    }
+
+    /// Pages that hold memory, or may: what a limit limits.
+    pub fn occupied(&self) -> u32 {
+        self.mapping + self.in_use + self.reserved + self.retired + self.unmapping + self.quarantined
     }
 
     /// Pages with a driver call under way.
@@ -144,6 +155,7 @@ impl PageCounts {
             PageState::Reserved => &mut self.reserved,
             PageState::Retired(_) => &mut self.retired,
             PageState::Unmapping => &mut self.unmapping,
+            PageState::Withdrawn => &mut self.withdrawn,
             PageState::Quarantined => &mut self.quarantined,
         }
     }
@@ -153,16 +165,17 @@ impl PageCounts {
 mod tests {
     use super::*;
 
-    const STATES: [PageState; 7] = [
+    const STATES: [PageState; 8] = [
         PageState::Free,
         PageState::Mapping,
         PageState::InUse,
         PageState::Reserved,
         PageState::Retired(3),
         PageState::Unmapping,
+        PageState::Withdrawn,
         PageState::Quarantined,
     ];
-    const TRANSITIONS: [Transition; 11] = [
+    const TRANSITIONS: [Transition; 13] = [
         Transition::BeginMapping,
         Transition::FinishMapping,
         Transition::UndoMapping,
@@ -173,11 +186,15 @@ mod tests {
         Transition::BeginUnmapping,
         Transition::FinishUnmapping,
         Transition::UndoUnmapping,
+        Transition::Withdraw,
+        Transition::Restore,
         Transition::Quarantine,
     ];
     /// Written out a second time, so that a slip in the table shows.
-    const LEGAL: [(PageState, Transition, PageState); 13] = [
+    const LEGAL: [(PageState, Transition, PageState); 15] = [
         (PageState::Free, Transition::BeginMapping, PageState::Mapping),
+        (PageState::Free, Transition::Withdraw, PageState::Withdrawn),
+        (PageState::Withdrawn, Transition::Restore, PageState::Free),
         (PageState::Mapping, Transition::FinishMapping, PageState::Reserved),
         (PageState::Mapping, Transition::UndoMapping, PageState::Free),
         (PageState::Mapping, Transition::Quarantine, PageState::Quarantined),

@@ -88,7 +88,7 @@ fn highest_pages_first() {
     ledger.backed(&[2, 1]).unwrap();
     assert_eq!(ledger.alloc(5), Some(vec![20, 21, 22, 23, 10]));
     ledger.free(&[20, 21, 22, 23, 10]).unwrap();
-    assert_eq!(ledger.plan_unbacking(1), [1], "the lowest goes first");
+    assert_eq!(ledger.plan_unbacking(1, 0, u32::MAX), [1], "the lowest goes first");
 }
 
 #[test]
@@ -139,42 +139,42 @@ fn claims_take_these_very_blocks_or_nothing() {
 #[test]
 fn a_retired_page_waits_for_its_epoch() {
     let mut ledger = holding(&[1, 1], RetirePolicy::Asynchronous);
-    assert_eq!(ledger.begin_step(), 1);
+    assert_eq!(ledger.begin_epoch(), 1);
     assert_eq!(ledger.free(&[0]).unwrap(), FreeOutcome { retired: vec![0], reserved: vec![] });
-    assert_eq!(ledger.begin_step(), 2);
+    assert_eq!(ledger.begin_epoch(), 2);
     assert_eq!(ledger.free(&[10]).unwrap(), FreeOutcome { retired: vec![1], reserved: vec![] });
-    assert_eq!(ledger.plan_unbacking(0), [0u32; 0]);
-    assert_eq!(ledger.end_step(1), Ok(vec![0]));
-    assert_eq!(ledger.end_step(1), Ok(vec![]), "again: nothing");
+    assert_eq!(ledger.plan_unbacking(0, 0, u32::MAX), [0u32; 0]);
+    assert_eq!(ledger.release_through(1), Ok(vec![0]));
+    assert_eq!(ledger.release_through(1), Ok(vec![]), "again: nothing");
     assert_eq!(ledger.state(1), Some(PageState::Retired(2)));
-    assert_eq!(ledger.end_step(3), Err(EpochError { epoch: 3, latest: 2 }));
-    assert_eq!(ledger.plan_unbacking(0), [0]);
-    assert_eq!(ledger.end_step(2), Ok(vec![1]));
+    assert_eq!(ledger.release_through(3), Err(EpochError { epoch: 3, latest: 2 }));
+    assert_eq!(ledger.plan_unbacking(0, 0, u32::MAX), [0]);
+    assert_eq!(ledger.release_through(2), Ok(vec![1]));
 }
 
 #[test]
 fn reuse_cancels_a_retirement() {
     let mut ledger = holding(&[1], RetirePolicy::Asynchronous);
-    let first = ledger.begin_step();
+    let first = ledger.begin_epoch();
     ledger.free(&[0]).unwrap();
     assert_eq!(ledger.alloc(1), Some(vec![0]));
     assert_eq!(ledger.state(0), Some(PageState::InUse));
-    let second = ledger.begin_step();
+    let second = ledger.begin_epoch();
     ledger.free(&[0]).unwrap();
-    assert_eq!(ledger.end_step(first), Ok(vec![]), "retired again, by the later epoch");
-    assert_eq!(ledger.end_step(second), Ok(vec![0]));
+    assert_eq!(ledger.release_through(first), Ok(vec![]), "retired again, by the later epoch");
+    assert_eq!(ledger.release_through(second), Ok(vec![0]));
 }
 
 #[test]
 fn with_no_step_outstanding_nothing_retires() {
     for policy in [RetirePolicy::Synchronous, RetirePolicy::Asynchronous] {
         let mut ledger = holding(&[1], policy);
-        let epoch = ledger.begin_step();
-        ledger.end_step(epoch).unwrap();
+        let epoch = ledger.begin_epoch();
+        ledger.release_through(epoch).unwrap();
         assert_eq!(ledger.free(&[0]).unwrap(), FreeOutcome { retired: vec![], reserved: vec![0] });
     }
     let mut ledger = holding(&[1], RetirePolicy::Synchronous);
-    ledger.begin_step();
+    ledger.begin_epoch();
     assert_eq!(ledger.free(&[0]).unwrap().reserved, [0], "synchronous pools never retire");
 }
 
@@ -203,7 +203,7 @@ fn quarantined_blocks_are_not_available() {
     let pages = ledger.plan_backing(12, u32::MAX);
     assert_eq!(pages, [0, 2]);
     ledger.backed(&pages).unwrap();
-    assert_eq!(ledger.plan_unbacking(0), [2, 0]);
+    assert_eq!(ledger.plan_unbacking(0, 0, u32::MAX), [2, 0]);
     ledger.unbacking_failed(&[2, 0], &[2], &[0]).unwrap();
     assert_eq!((ledger.state(0), ledger.state(2)), (Some(PageState::Reserved), Some(PageState::Quarantined)));
     assert_eq!(ledger.available_blocks(), 4);
@@ -229,7 +229,7 @@ fn reports_about_pages_that_are_not_in_motion_change_nothing() {
 fn clear_spares_the_pinned_block() {
     let mut ledger = holding(&[2, 1, 0], RetirePolicy::Asynchronous);
     ledger.pin(0).unwrap();
-    ledger.begin_step();
+    ledger.begin_epoch();
     ledger.free(&[10]).unwrap();
     assert!(ledger.set_aside(1));
     ledger.clear();

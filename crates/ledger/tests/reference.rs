@@ -272,7 +272,7 @@ fn run(layout: Layout, policy: RetirePolicy, ops: Vec<Op>) -> Result<(), TestCas
                 }
             }
             Op::Unback { keep, fail } => {
-                let pages = ledger.plan_unbacking(keep);
+                let pages = ledger.plan_unbacking(keep, 0, u32::MAX);
                 let mut expected: Vec<u32> = reference
                     .ordered()
                     .into_iter()
@@ -294,18 +294,18 @@ fn run(layout: Layout, policy: RetirePolicy, ops: Vec<Op>) -> Result<(), TestCas
             }
             Op::Begin => {
                 reference.begun += 1;
-                prop_assert_eq!(ledger.begin_step(), reference.begun);
+                prop_assert_eq!(ledger.begin_epoch(), reference.begun);
             }
             Op::End(behind) => {
                 let epoch = (reference.begun + 1).saturating_sub(behind);
                 if epoch > reference.begun {
-                    prop_assert!(ledger.end_step(epoch).is_err());
+                    prop_assert!(ledger.release_through(epoch).is_err());
                     prop_assert_eq!(&ledger, &before);
                     continue;
                 }
                 reference.ended = reference.ended.max(epoch);
                 let ended = reference.ended;
-                let settled: HashSet<u32> = ledger.end_step(epoch).unwrap().into_iter().collect();
+                let settled: HashSet<u32> = ledger.release_through(epoch).unwrap().into_iter().collect();
                 for (page, state) in (0..).zip(&mut reference.states) {
                     let settles = matches!(*state, PageState::Retired(at) if at <= ended);
                     prop_assert_eq!(settles, settled.contains(&page));
