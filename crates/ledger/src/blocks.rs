@@ -160,7 +160,7 @@ impl Ledger {
     /// changed where fewer are on hand.
     #[must_use]
     pub fn set_aside(&mut self, n: u32) -> bool {
-        if n > self.block_counts().backed {
+        if n > self.issuable_blocks() {
             return false;
         }
         let mut ids = Vec::with_capacity(n as usize);

@@ -24,8 +24,8 @@ impl Ledger {
         if index != self.index {
             return fail(format!("index is {:?}, should be {index:?}", self.index));
         }
-        if self.index.pages.total() != self.layout.num_pages() {
-            return fail(format!("{:?} are not {} pages", self.index.pages, self.layout.num_pages()));
+        if self.page_counts().total() != self.layout.num_pages() {
+            return fail(format!("{:?} are not {} pages", self.page_counts(), self.layout.num_pages()));
         }
         self.check_blocks()?;
         self.check_limit()
@@ -77,7 +77,7 @@ impl Ledger {
     }
 
     fn check_limit(&self) -> Result<(), Inconsistency> {
-        let pages = self.index.pages;
+        let pages = self.page_counts();
         let target = self.target.max(u32::from(self.pinned.is_some()));
         if pages.free + pages.occupied() > target.max(pages.occupied())
             || (pages.withdrawn > 0 && pages.free + pages.occupied() < target)

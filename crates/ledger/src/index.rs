@@ -15,61 +15,49 @@ pub(crate) struct Page {
     pub(crate) draining: bool,
 }
 
-/// Free blocks by the state of their page.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct FreeBlocks {
-    /// Of pages in use that do not drain.
-    pub(crate) in_use: u32,
-    pub(crate) draining: u32,
-    /// Of `Reserved` and `Retired` pages.
-    pub(crate) idle: u32,
-    pub(crate) unbacked: u32,
-    pub(crate) in_motion: u32,
-    pub(crate) withdrawn: u32,
-    pub(crate) quarantined: u32,
+/// What a page is, with `InUse` told apart by whether it drains: the set that it lies in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Free,
+    Mapping,
+    InUse,
+    Draining,
+    Reserved,
+    Retired,
+    Unmapping,
+    Withdrawn,
+    Quarantined,
 }
 
-impl FreeBlocks {
-    pub(crate) fn total(&self) -> u32 {
-        self.in_use
-            + self.draining
-            + self.idle
-            + self.unbacked
-            + self.in_motion
-            + self.withdrawn
-            + self.quarantined
-    }
+const KINDS: usize = Kind::Quarantined as usize + 1;
 
-    fn of(&mut self, page: Page) -> &mut u32 {
-        match page.state {
-            PageState::InUse if page.draining => &mut self.draining,
-            PageState::InUse => &mut self.in_use,
-            PageState::Reserved | PageState::Retired(_) => &mut self.idle,
-            PageState::Free => &mut self.unbacked,
-            PageState::Mapping | PageState::Unmapping => &mut self.in_motion,
-            PageState::Withdrawn => &mut self.withdrawn,
-            PageState::Quarantined => &mut self.quarantined,
+impl Page {
+    fn kind(self) -> Kind {
+        match self.state {
+            PageState::Free => Kind::Free,
+            PageState::Mapping => Kind::Mapping,
+            PageState::InUse if self.draining => Kind::Draining,
+            PageState::InUse => Kind::InUse,
+            PageState::Reserved => Kind::Reserved,
+            PageState::Retired(_) => Kind::Retired,
+            PageState::Unmapping => Kind::Unmapping,
+            PageState::Withdrawn => Kind::Withdrawn,
+            PageState::Quarantined => Kind::Quarantined,
         }
     }
 }
 
-/// Sets that answer "which page next". They hold ranks (see [`Grid::rank`]) of pages in one state, so that
-/// the first is the preferred page; those of pages in use hold (free blocks, rank), see [`Index::key`].
+/// A set for each kind of page and how many free blocks lie in them. Every page is in exactly one. The sets hold
+/// ranks (see [`Grid::rank`]), so that the first is the preferred page; those of pages in use hold free blocks
+/// and rank, see [`Index::key`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Index {
     grid: Grid,
     rank_bits: u32,
-    unbacked: OrderedBits,
-    withdrawn: OrderedBits,
-    reserved: OrderedBits,
-    retired: OrderedBits,
+    sets: [OrderedBits; KINDS],
+    free_blocks: [u32; KINDS],
     /// (epoch, rank). A tree, as epochs have no bound; touched only when a page empties.
     retired_at: BTreeSet<(u64, u32)>,
-    /// Pages in use that do not drain, full ones too.
-    in_use: OrderedBits,
-    draining: OrderedBits,
-    pub(crate) pages: PageCounts,
-    pub(crate) blocks: FreeBlocks,
 }
 
 impl Index {
@@ -79,58 +67,78 @@ impl Index {
         let rank_bits = ranks.next_power_of_two().trailing_zeros();
         // A page in use holds a block, so that fewer than all are free.
         let keys = (grid.blocks_per_page as usize) << rank_bits;
+        let universe =
+            |kind| if kind == Kind::InUse as usize || kind == Kind::Draining as usize { keys } else { ranks };
         Index {
             grid,
             rank_bits,
-            unbacked: OrderedBits::new(ranks),
-            withdrawn: OrderedBits::new(ranks),
-            reserved: OrderedBits::new(ranks),
-            retired: OrderedBits::new(ranks),
+            sets: std::array::from_fn(|kind| OrderedBits::new(universe(kind))),
+            free_blocks: [0; KINDS],
             retired_at: BTreeSet::new(),
-            in_use: OrderedBits::new(keys),
-            draining: OrderedBits::new(keys),
-            pages: PageCounts::default(),
-            blocks: FreeBlocks::default(),
         }
     }
 
     pub(crate) fn insert(&mut self, number: u32, page: Page) {
-        *self.pages.of(page.state) += 1;
-        *self.blocks.of(page) += page.free;
-        let rank = self.grid.rank(number);
-        if let Some((set, key)) = self.place(rank, page) {
-            set.insert(key);
-        }
+        let (kind, rank) = (page.kind(), self.grid.rank(number));
+        let key = self.key_in(kind, page.free, rank);
+        self.sets[kind as usize].insert(key);
+        self.free_blocks[kind as usize] += page.free;
         if let PageState::Retired(epoch) = page.state {
             self.retired_at.insert((epoch, rank));
         }
     }
 
     pub(crate) fn remove(&mut self, number: u32, page: Page) {
-        *self.pages.of(page.state) -= 1;
-        *self.blocks.of(page) -= page.free;
-        let rank = self.grid.rank(number);
-        if let Some((set, key)) = self.place(rank, page) {
-            set.remove(key);
-        }
+        let (kind, rank) = (page.kind(), self.grid.rank(number));
+        let key = self.key_in(kind, page.free, rank);
+        self.sets[kind as usize].remove(key);
+        self.free_blocks[kind as usize] -= page.free;
         if let PageState::Retired(epoch) = page.state {
             self.retired_at.remove(&(epoch, rank));
         }
     }
 
-    /// The set that a page belongs in, and its key there.
-    fn place(&mut self, rank: u32, page: Page) -> Option<(&mut OrderedBits, usize)> {
-        let ranked = rank as usize;
-        match page.state {
-            PageState::InUse => {
-                let key = self.key(page.free, rank);
-                Some((if page.draining { &mut self.draining } else { &mut self.in_use }, key))
-            }
-            PageState::Free => Some((&mut self.unbacked, ranked)),
-            PageState::Withdrawn => Some((&mut self.withdrawn, ranked)),
-            PageState::Reserved => Some((&mut self.reserved, ranked)),
-            PageState::Retired(_) => Some((&mut self.retired, ranked)),
-            PageState::Mapping | PageState::Unmapping | PageState::Quarantined => None,
+    fn set(&self, kind: Kind) -> &OrderedBits {
+        &self.sets[kind as usize]
+    }
+
+    /// Pages of a kind.
+    pub(crate) fn pages(&self, kind: Kind) -> u32 {
+        self.set(kind).len()
+    }
+
+    /// Free blocks in pages of a kind.
+    pub(crate) fn free_blocks(&self, kind: Kind) -> u32 {
+        self.free_blocks[kind as usize]
+    }
+
+    /// Free blocks in all pages.
+    pub(crate) fn all_free_blocks(&self) -> u32 {
+        self.free_blocks.iter().sum()
+    }
+
+    pub(crate) fn page_counts(&self) -> PageCounts {
+        PageCounts {
+            free: self.pages(Kind::Free),
+            mapping: self.pages(Kind::Mapping),
+            in_use: self.pages(Kind::InUse) + self.pages(Kind::Draining),
+            reserved: self.pages(Kind::Reserved),
+            retired: self.pages(Kind::Retired),
+            unmapping: self.pages(Kind::Unmapping),
+            withdrawn: self.pages(Kind::Withdrawn),
+            quarantined: self.pages(Kind::Quarantined),
+        }
+    }
+
+    /// Pages that hold memory, or may.
+    pub(crate) fn occupied(&self) -> u32 {
+        self.grid.num_pages - self.pages(Kind::Free) - self.pages(Kind::Withdrawn)
+    }
+
+    fn key_in(&self, kind: Kind, free: u32, rank: u32) -> usize {
+        match kind {
+            Kind::InUse | Kind::Draining => self.key(free, rank),
+            _ => rank as usize,
         }
     }
 
@@ -150,22 +158,22 @@ impl Index {
 
     /// The `Free` page to back next.
     pub(crate) fn first_unbacked(&self) -> Option<u32> {
-        self.unbacked.first().map(|rank| self.ranked(rank))
+        self.set(Kind::Free).first().map(|rank| self.ranked(rank))
     }
 
     /// The `Free` page to do without first.
     pub(crate) fn last_unbacked(&self) -> Option<u32> {
-        self.unbacked.last().map(|rank| self.ranked(rank))
+        self.set(Kind::Free).last().map(|rank| self.ranked(rank))
     }
 
     /// The withdrawn page to have back first.
     pub(crate) fn first_withdrawn(&self) -> Option<u32> {
-        self.withdrawn.first().map(|rank| self.ranked(rank))
+        self.set(Kind::Withdrawn).first().map(|rank| self.ranked(rank))
     }
 
     /// The reserved page to give back first.
     pub(crate) fn last_reserved(&self) -> Option<u32> {
-        self.reserved.last().map(|rank| self.ranked(rank))
+        self.set(Kind::Reserved).last().map(|rank| self.ranked(rank))
     }
 
     /// The page that was retired first, with its epoch.
@@ -173,83 +181,66 @@ impl Index {
         self.retired_at.first().map(|&(epoch, rank)| (epoch, self.grid.rank(rank)))
     }
 
-    pub(crate) fn draining_pages(&self) -> u32 {
-        self.draining.len()
-    }
-
     /// The draining page with the fewest free blocks, the most preferred of equals: it has the longest way to go.
     pub(crate) fn fullest_draining(&self) -> Option<u32> {
-        self.draining.first().map(|key| self.keyed(key))
+        self.set(Kind::Draining).first().map(|key| self.keyed(key))
     }
 
     /// The page in use with the most free blocks, the least preferred of equals, that does not drain and
     /// is not `spared`.
     pub(crate) fn emptiest_in_use(&self, spared: Option<u32>) -> Option<u32> {
-        let last = self.in_use.last()?;
+        let last = self.set(Kind::InUse).last()?;
         let page = self.keyed(last);
         if spared != Some(page) {
             return Some(page);
         }
-        self.in_use.last_before(last).map(|key| self.keyed(key))
+        self.set(Kind::InUse).last_before(last).map(|key| self.keyed(key))
     }
 
     /// The backed page to take up to `wanted` blocks from, at least one: the page in use with the fewest free
     /// blocks that holds them all, else such an idle page, else the page with the most. Idle pages only
     /// where `idle` says so.
     pub(crate) fn pick(&self, wanted: u32, idle: bool) -> Option<u32> {
-        if let Some(page) = self.in_use_from(wanted) {
-            return Some(page);
-        }
-        if idle && let Some(page) = self.idle_from(wanted) {
-            return Some(page);
-        }
-        let most_in_use = self.in_use.last().map_or(0, |key| (key >> self.rank_bits) as u32);
-        let most_idle = if idle { self.most_idle() } else { 0 };
-        if most_in_use >= most_idle.max(1) {
-            self.in_use_from(most_in_use)
-        } else {
-            self.idle_from(most_idle.max(1)).filter(|_| idle)
-        }
-    }
-
-    /// The page in use with the fewest free blocks, but no fewer than these.
-    fn in_use_from(&self, free: u32) -> Option<u32> {
-        self.in_use.next_from(self.key(free, 0)).map(|key| self.keyed(key))
-    }
-
-    /// The idle page with the fewest blocks, but no fewer than these. A page that holds no block is wholly
-    /// free, so that only the short page differs. Reserved ones come first: they need no ordering behind
-    /// queued work.
-    fn idle_from(&self, free: u32) -> Option<u32> {
-        if let Some(short) = self.idle_short()
-            && self.grid.capacity(short) >= free
+        let in_use = self.set(Kind::InUse);
+        // No page in use has all its blocks free.
+        if wanted < self.grid.blocks_per_page
+            && let Some(key) = in_use.next_from(self.key(wanted, 0))
         {
-            return Some(short);
+            return Some(self.keyed(key));
         }
-        (self.grid.blocks_per_page >= free).then(|| self.idle_whole()).flatten()
+        let short = self.idle_short().filter(|_| idle);
+        if let Some((page, capacity)) = short
+            && capacity >= wanted
+        {
+            return Some(page);
+        }
+        // The best idle page for what one page can hold, and the one with the most blocks for more.
+        if idle && let Some(page) = self.idle_whole() {
+            return Some(page);
+        }
+        let most = in_use.last().map_or(0, |key| (key >> self.rank_bits) as u32);
+        match short {
+            Some((page, capacity)) if capacity > most => Some(page),
+            _ => in_use.next_from(self.key(most.max(1), 0)).map(|key| self.keyed(key)),
+        }
     }
 
-    fn most_idle(&self) -> u32 {
-        if self.idle_whole().is_some() {
-            self.grid.blocks_per_page
-        } else {
-            self.idle_short().map_or(0, |page| self.grid.capacity(page))
-        }
-    }
-
-    /// The short page, where it is idle.
-    fn idle_short(&self) -> Option<u32> {
+    /// The short page and its blocks, where it is idle. An idle page is wholly free, so that all others are alike.
+    fn idle_short(&self) -> Option<(u32, u32)> {
         let page = self.grid.short_page()?;
         let rank = self.grid.rank(page) as usize;
-        (self.reserved.contains(rank) || self.retired.contains(rank)).then_some(page)
+        let idle = self.set(Kind::Reserved).contains(rank) || self.set(Kind::Retired).contains(rank);
+        idle.then(|| (page, self.grid.capacity(page)))
     }
 
+    /// The first idle page but the short one. Reserved ones come first: they need no ordering behind queued work.
     fn idle_whole(&self) -> Option<u32> {
         let short = self.grid.short_page().map(|page| self.grid.rank(page) as usize);
         let whole = |set: &OrderedBits| {
             let first = set.first()?;
             if Some(first) == short { set.next_from(first + 1) } else { Some(first) }
         };
-        whole(&self.reserved).or_else(|| whole(&self.retired)).map(|rank| self.ranked(rank))
+        let rank = whole(self.set(Kind::Reserved)).or_else(|| whole(self.set(Kind::Retired)))?;
+        Some(self.ranked(rank))
     }
 }

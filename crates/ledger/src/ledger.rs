@@ -5,7 +5,7 @@
 
 use crate::epochs::RetirePolicy;
 use crate::error::LayoutError;
-use crate::index::{Index, Page};
+use crate::index::{Index, Kind, Page};
 use crate::layout::{Grid, Layout};
 use crate::ordered::OrderedBits;
 use crate::state::{PageCounts, PageState, Transition};
@@ -85,26 +85,28 @@ impl Ledger {
 
     /// Pages by state.
     pub fn page_counts(&self) -> PageCounts {
-        self.index.pages
+        self.index.page_counts()
     }
 
     /// Free blocks by what may be done with them.
     pub fn block_counts(&self) -> BlockCounts {
-        let free = self.index.blocks;
-        let (idle_issued, idle_kept) = if self.excess() == 0 { (free.idle, 0) } else { (0, free.idle) };
+        let free = |kind| self.index.free_blocks(kind);
+        let backed = self.issuable_blocks();
+        let of_backed_pages =
+            free(Kind::InUse) + free(Kind::Draining) + free(Kind::Reserved) + free(Kind::Retired);
         BlockCounts {
-            backed: free.in_use + idle_issued,
-            draining: free.draining + idle_kept,
-            unbacked: free.unbacked,
-            in_motion: free.in_motion,
-            withdrawn: free.withdrawn,
-            quarantined: free.quarantined,
+            backed,
+            draining: of_backed_pages - backed,
+            unbacked: free(Kind::Free),
+            in_motion: free(Kind::Mapping) + free(Kind::Unmapping),
+            withdrawn: free(Kind::Withdrawn),
+            quarantined: free(Kind::Quarantined),
         }
     }
 
     /// Blocks on hand: an [`Ledger::alloc`] of that many succeeds. Counts those set aside.
     pub fn backed_free_blocks(&self) -> u32 {
-        self.block_counts().backed + self.set_aside_blocks()
+        self.issuable_blocks() + self.set_aside_blocks()
     }
 
     /// Blocks that may still be allocated: on hand, of pages without memory, and of pages in motion, which
@@ -123,7 +125,7 @@ impl Ledger {
 
     /// Blocks that somebody holds, the null block among them, those set aside not.
     pub fn held_blocks(&self) -> u32 {
-        self.layout.num_blocks - self.index.blocks.total() - self.set_aside_blocks()
+        self.layout.num_blocks - self.index.all_free_blocks() - self.set_aside_blocks()
     }
 
     /// State of a page, `None` where there is none of that number.
@@ -166,6 +168,12 @@ impl Ledger {
     }
 
     // ---------------------------------------------------------------- inside
+
+    /// Free blocks that [`Ledger::alloc`] may take, those set aside apart.
+    pub(crate) fn issuable_blocks(&self) -> u32 {
+        let idle = || self.index.free_blocks(Kind::Reserved) + self.index.free_blocks(Kind::Retired);
+        self.index.free_blocks(Kind::InUse) + if self.excess() == 0 { idle() } else { 0 }
+    }
 
     /// A transition that the ledger itself has made sure is legal.
     pub(crate) fn must(&mut self, page: u32, transition: Transition) {

@@ -3,7 +3,7 @@
 //! A target below what is occupied revokes nothing. It takes out the pages without memory, stops the issue of
 //! blocks that would keep pages occupied, and completes as pages empty and are unmapped.
 
-use crate::index::Page;
+use crate::index::{Kind, Page};
 use crate::ledger::Ledger;
 use crate::state::{PageState, Transition};
 
@@ -23,7 +23,7 @@ impl Ledger {
     /// Occupied pages beyond the target, where a pinned block has one page for granted. While there are any no
     /// block of an idle page is issued, and of no page that drains.
     pub fn excess(&self) -> u32 {
-        self.index.pages.occupied().saturating_sub(self.effective_target())
+        self.index.occupied().saturating_sub(self.effective_target())
     }
 
     /// The page is in use and none of its free blocks is issued, so that it empties.
@@ -37,38 +37,42 @@ impl Ledger {
 
     /// Pages without memory that may get some.
     pub(crate) fn free_wanted(&self) -> u32 {
-        self.effective_target().saturating_sub(self.index.pages.occupied())
+        self.effective_target().saturating_sub(self.index.occupied())
     }
 
     /// Pages in use that have to empty, as idle pages and those about to be unmapped do not make up for the excess.
     pub(crate) fn draining_wanted(&self) -> u32 {
-        let pages = self.index.pages;
+        let excess = self.excess();
+        if excess == 0 {
+            return 0;
+        }
+        let pages = self.page_counts();
         let leaving = pages.reserved + pages.retired + pages.unmapping;
         let may_drain = pages.in_use - u32::from(self.pinned.is_some());
-        self.excess().saturating_sub(leaving).min(may_drain)
+        excess.saturating_sub(leaving).min(may_drain)
     }
 
     /// Makes free, withdrawn and draining pages follow the target and what is occupied.
     pub(crate) fn rebalance(&mut self) {
         let free = self.free_wanted();
-        while self.index.pages.free > free
+        while self.index.pages(Kind::Free) > free
             && let Some(page) = self.index.last_unbacked()
         {
             self.must(page, Transition::Withdraw);
         }
-        while self.index.pages.free < free
+        while self.index.pages(Kind::Free) < free
             && let Some(page) = self.index.first_withdrawn()
         {
             self.must(page, Transition::Restore);
         }
         let draining = self.draining_wanted();
-        while self.index.draining_pages() > draining
+        while self.index.pages(Kind::Draining) > draining
             && let Some(page) = self.index.fullest_draining()
         {
             self.set_draining(page, false);
         }
         let pinned = self.pinned.and_then(|id| self.page_of(id));
-        while self.index.draining_pages() < draining
+        while self.index.pages(Kind::Draining) < draining
             && let Some(page) = self.index.emptiest_in_use(pinned)
         {
             self.set_draining(page, true);

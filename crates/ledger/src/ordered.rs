@@ -8,11 +8,17 @@ use std::ops::Range;
 
 const BITS: usize = u64::BITS as usize;
 
+/// Levels of 64^6 keys.
+const MAX_HEIGHT: usize = 6;
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct OrderedBits {
-    /// From one bit a key up to a single word. Bit i of a level is set where word i of the level below
-    /// is not zero, so that equal sets compare equal.
-    levels: Vec<Vec<u64>>,
+    /// The levels, from one bit a key up to a single word. Bit i of a level is set where word i of the level
+    /// below is not zero, so that equal sets compare equal.
+    words: Vec<u64>,
+    /// Where each level starts, and behind the last where it ends.
+    starts: [usize; MAX_HEIGHT + 1],
+    height: usize,
     len: u32,
 }
 
@@ -20,12 +26,15 @@ impl OrderedBits {
     /// An empty set of keys below `universe`.
     pub(crate) fn new(universe: usize) -> Self {
         let mut words = universe.div_ceil(BITS).max(1);
-        let mut levels = vec![vec![0; words]];
+        let mut starts = [0; MAX_HEIGHT + 1];
+        starts[1] = words;
+        let mut height = 1;
         while words > 1 {
             words = words.div_ceil(BITS);
-            levels.push(vec![0; words]);
+            starts[height + 1] = starts[height] + words;
+            height += 1;
         }
-        OrderedBits { levels, len: 0 }
+        OrderedBits { words: vec![0; starts[height]], starts, height, len: 0 }
     }
 
     pub(crate) fn len(&self) -> u32 {
@@ -37,12 +46,12 @@ impl OrderedBits {
     }
 
     pub(crate) fn contains(&self, key: usize) -> bool {
-        self.levels[0][key / BITS] & bit(key) != 0
+        self.words[key / BITS] & bit(key) != 0
     }
 
     /// False where it was in already.
     pub(crate) fn insert(&mut self, key: usize) -> bool {
-        let word = &mut self.levels[0][key / BITS];
+        let word = &mut self.words[key / BITS];
         let before = *word;
         *word |= bit(key);
         if before & bit(key) != 0 {
@@ -57,7 +66,7 @@ impl OrderedBits {
 
     /// False where it was not in.
     pub(crate) fn remove(&mut self, key: usize) -> bool {
-        let word = &mut self.levels[0][key / BITS];
+        let word = &mut self.words[key / BITS];
         if *word & bit(key) == 0 {
             return false;
         }
@@ -71,7 +80,7 @@ impl OrderedBits {
 
     pub(crate) fn insert_range(&mut self, range: Range<usize>) {
         for (at, mask) in masks(range) {
-            let word = &mut self.levels[0][at];
+            let word = &mut self.words[at];
             let before = *word;
             *word |= mask;
             self.len += (mask & !before).count_ones();
@@ -88,7 +97,7 @@ impl OrderedBits {
         while left > 0
             && let Some(first) = self.next_from(from)
         {
-            let word = &mut self.levels[0][first / BITS];
+            let word = &mut self.words[first / BITS];
             let run = (!(*word >> (first % BITS))).trailing_zeros().min(left);
             *word &= !(ones(run) << (first % BITS));
             self.len -= run;
@@ -103,28 +112,30 @@ impl OrderedBits {
 
     pub(crate) fn clear(&mut self) {
         if !self.is_empty() {
-            self.levels.iter_mut().for_each(|level| level.fill(0));
+            self.words.fill(0);
             self.len = 0;
         }
     }
 
     pub(crate) fn first(&self) -> Option<usize> {
-        let top = self.levels.len() - 1;
-        let word = self.levels[top][0];
-        (word != 0).then(|| self.lowest_under(top, lowest(word)))
+        let word = self.top();
+        (word != 0).then(|| self.lowest_under(self.height - 1, lowest(word)))
     }
 
     pub(crate) fn last(&self) -> Option<usize> {
-        let top = self.levels.len() - 1;
-        let word = self.levels[top][0];
-        (word != 0).then(|| self.highest_under(top, highest(word)))
+        let word = self.top();
+        (word != 0).then(|| self.highest_under(self.height - 1, highest(word)))
     }
 
     /// The lowest key that is not below `key`, which may lie beyond the universe.
     pub(crate) fn next_from(&self, key: usize) -> Option<usize> {
         let mut at = key;
-        for (height, level) in self.levels.iter().enumerate() {
-            let word = level.get(at / BITS)? & (u64::MAX << (at % BITS));
+        for height in 0..self.height {
+            let index = self.starts[height] + at / BITS;
+            if index >= self.starts[height + 1] {
+                return None;
+            }
+            let word = self.words[index] & (u64::MAX << (at % BITS));
             if word != 0 {
                 return Some(self.lowest_under(height, at / BITS * BITS + lowest(word)));
             }
@@ -135,12 +146,12 @@ impl OrderedBits {
 
     /// The highest key below `key`, which may lie beyond the universe.
     pub(crate) fn last_before(&self, key: usize) -> Option<usize> {
-        if key / BITS >= self.levels[0].len() {
+        if key / BITS >= self.starts[1] {
             return self.last();
         }
         let mut at = key;
-        for (height, level) in self.levels.iter().enumerate() {
-            let word = level[at / BITS] & (bit(at) - 1);
+        for height in 0..self.height {
+            let word = self.words[self.starts[height] + at / BITS] & (bit(at) - 1);
             if word != 0 {
                 return Some(self.highest_under(height, at / BITS * BITS + highest(word)));
             }
@@ -151,23 +162,27 @@ impl OrderedBits {
 
     /// How many keys of the range are in. Walks it: for checks.
     pub(crate) fn count(&self, range: Range<usize>) -> u32 {
-        masks(range).map(|(at, mask)| (self.levels[0][at] & mask).count_ones()).sum()
+        masks(range).map(|(at, mask)| (self.words[at] & mask).count_ones()).sum()
     }
 
     /// The upper levels and the length say what the keys say. Walks all: for checks.
     pub(crate) fn is_sound(&self) -> bool {
-        let set = |level: &[u64], at: usize| level[at / BITS] & bit(at) != 0;
-        let summed = self
-            .levels
-            .windows(2)
-            .all(|pair| pair[0].iter().enumerate().all(|(at, word)| (*word != 0) == set(&pair[1], at)));
-        summed && self.len == self.levels[0].iter().map(|word| word.count_ones()).sum::<u32>()
+        let level = |height: usize| &self.words[self.starts[height]..self.starts[height + 1]];
+        let summed = (1..self.height).all(|height| {
+            let told = |at: usize| level(height)[at / BITS] & bit(at) != 0;
+            level(height - 1).iter().enumerate().all(|(at, word)| (*word != 0) == told(at))
+        });
+        summed && self.len == level(0).iter().map(|word| word.count_ones()).sum::<u32>()
+    }
+
+    fn top(&self) -> u64 {
+        self.words[self.starts[self.height] - 1]
     }
 
     /// Word `at` of the keys is not zero any longer.
     fn mark(&mut self, mut at: usize) {
-        for level in &mut self.levels[1..] {
-            let word = &mut level[at / BITS];
+        for start in &self.starts[1..self.height] {
+            let word = &mut self.words[start + at / BITS];
             let before = *word;
             *word |= bit(at);
             if before != 0 {
@@ -179,8 +194,8 @@ impl OrderedBits {
 
     /// Word `at` of the keys has become zero.
     fn unmark(&mut self, mut at: usize) {
-        for level in &mut self.levels[1..] {
-            let word = &mut level[at / BITS];
+        for start in &self.starts[1..self.height] {
+            let word = &mut self.words[start + at / BITS];
             *word &= !bit(at);
             if *word != 0 {
                 return;
@@ -189,12 +204,15 @@ impl OrderedBits {
         }
     }
 
+    /// The lowest key under bit `at` of a level.
     fn lowest_under(&self, height: usize, at: usize) -> usize {
-        self.levels[..height].iter().rev().fold(at, |at, level| at * BITS + lowest(level[at]))
+        let below = self.starts[..height].iter().rev();
+        below.fold(at, |at, start| at * BITS + lowest(self.words[start + at]))
     }
 
     fn highest_under(&self, height: usize, at: usize) -> usize {
-        self.levels[..height].iter().rev().fold(at, |at, level| at * BITS + highest(level[at]))
+        let below = self.starts[..height].iter().rev();
+        below.fold(at, |at, start| at * BITS + highest(self.words[start + at]))
     }
 }
 
@@ -322,11 +340,12 @@ mod tests {
         let mut set = OrderedBits::new(5000);
         assert!(set.insert(4999));
         assert!(set.is_sound());
-        set.levels[1][1] = 0;
+        let level = set.starts[1];
+        set.words[level + 1] = 0;
         assert!(!set.is_sound(), "a bit too few in level 1");
         set.mark(4999 / BITS);
         assert!(set.is_sound());
-        set.levels[1][0] = 2;
+        set.words[level] = 2;
         assert!(!set.is_sound(), "a bit too many");
         let mut set = OrderedBits::new(5000);
         set.len = 1;

@@ -146,19 +146,6 @@ impl PageCounts {
     pub fn in_motion(&self) -> u32 {
         self.mapping + self.unmapping
     }
-
-    pub(crate) fn of(&mut self, state: PageState) -> &mut u32 {
-        match state {
-            PageState::Free => &mut self.free,
-            PageState::Mapping => &mut self.mapping,
-            PageState::InUse => &mut self.in_use,
-            PageState::Reserved => &mut self.reserved,
-            PageState::Retired(_) => &mut self.retired,
-            PageState::Unmapping => &mut self.unmapping,
-            PageState::Withdrawn => &mut self.withdrawn,
-            PageState::Quarantined => &mut self.quarantined,
-        }
-    }
 }
 
 #[cfg(test)]
