@@ -275,15 +275,26 @@ class Pool:
     def free_reserved(self) -> None:
         """Give back what `try_to_reserve` set aside and was not used."""
     def begin_step(self) -> int:
-        """A batch is about to be submitted; returns its epoch."""
-    def end_step(self, epoch: int) -> None:
-        """All GPU work up to `epoch` has ended: pages retired by then leave, those above the reserve are unmapped."""
+        """A batch is about to be submitted: pages emptied from now on wait for it. Returns its marker."""
+    def end_step(self, marker: int) -> None:
+        """All GPU work up to this marker has ended: pages retired by then leave in the background, but for the reserve. Pages that
+        were allocated from meanwhile stay.
+        """
+    def keep_on_hand(self, n: int) -> int:
+        """How many of n free blocks are on hand. They stay there until they are allocated, the next epoch begins or ends, or,
+        where there are no epochs, a page is emptied. Makes no driver call.
+        """
+    def quiesce(self, timeout_s: float = 10.0) -> bool:
+        """Wait until the background thread has nothing to do: what was freed has been given back. False after `timeout_s`."""
     def trim(self) -> int:
         """Unmap the reserve and give back memory kept for later pages; returns bytes given back."""
     def clear(self) -> None:
         """Forget every allocation but the null block; synchronises the device, keeps the reserve."""
-    def shutdown(self) -> None:
-        """Unmap everything. Idempotent. Tensors already exported keep their addresses; touching them afterwards is an error of the caller."""
+    def shutdown(self) -> int:
+        """Unmap everything; ends in time whatever the device does. Raises where something stays mapped; another call tries again
+        what is left. Returns the bytes of lost pages. Tensors already exported keep their addresses; touching them afterwards is an
+        error of the caller.
+        """
     def get_page_occupancy(self, page_ids: Sequence[int]) -> list[tuple[int, int]]:
         """(blocks held, blocks usable) of each page."""
     def pages_of(self, ids: Sequence[int]) -> list[int]:

@@ -61,6 +61,8 @@ POOL_CALLS: dict[str, tuple] = {
     "free_ids": (),
     "backed_size": (),
     "reserve_demand": (1,),
+    "keep_on_hand": (1,),
+    "quiesce": (),
     "try_to_reserve": (1,),
     "free_reserved": (),
     "begin_step": (),
@@ -300,7 +302,7 @@ def test_the_exit_of_a_forked_interpreter_changes_nothing_in_its_parent(end):
         "else:\n"
         "    assert os.wait()[1] == 0\n"
         "    assert (v[:16384] == 5).all() and p.stats() == before and os.path.exists(r.path)\n"
-        "    p.free(ids); assert t.mapped_bytes == 0\n"
+        "    p.free(ids); assert p.quiesce() and t.mapped_bytes == 0\n"
         "    print('intact')\n"
     )
     done = run_script(code, KVCACHED_IPC_NAME=f"test-exit-{os.getpid()}")

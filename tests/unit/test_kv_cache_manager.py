@@ -51,7 +51,7 @@ def test_names_and_numbers(no_reserve):
     assert manager.get_page_occupancy(manager.pages_of(ids[:1])) == [(5, manager.geometry.blocks_per_page)]
     manager.free(ids)
     assert manager.available_size() == NUM_BLOCKS
-    assert manager.get_mapped_memory_size() == 0
+    assert manager.quiesce() and manager.get_mapped_memory_size() == 0
     snapshot = manager.observability_snapshot()
     assert snapshot["device"] == "cpu" and snapshot["mapped_bytes"] == 0
     with pytest.raises(KVCachedConfigError, match="unit"):
@@ -135,7 +135,7 @@ def test_retired_pages_stay_until_their_step_ends(no_reserve):
     assert manager.ftensor.mapped_bytes > 0
     manager.end_step(first)
     manager.end_step(second)
-    assert manager.ftensor.mapped_bytes == 0
+    assert manager.quiesce() and manager.ftensor.mapped_bytes == 0
 
 
 def test_the_reserve_is_kept_and_trimmed(monkeypatch):
@@ -143,6 +143,7 @@ def test_the_reserve_is_kept_and_trimmed(monkeypatch):
     manager = make()
     manager.free(manager.alloc(NUM_BLOCKS))
     page = manager.geometry.page_bytes
+    assert manager.quiesce()
     assert manager.stats()["reserved_bytes"] == (40 << 20) // page * page
     assert manager.trim() == (40 << 20) // page * page
     assert manager.ftensor.mapped_bytes == 0
@@ -287,7 +288,7 @@ def test_a_lost_page_is_told_on_stderr():
         "ids = pool.alloc(3)\n"
         "ftensor.unmap(pool.pages_of(ids[:1]))\n"
         "pool.free(ids)\n"
-        "assert pool.stats()['quarantined_pages'] == 1\n"
+        "assert pool.quiesce() and pool.stats()['quarantined_pages'] == 1\n"
         "assert pool.available_size() == 64 - geometry.blocks_per_page\n"
     )
     done = subprocess.run(

@@ -64,6 +64,11 @@ pub enum PoolError {
 }
 
 impl PoolError {
+    /// The driver or the device keeps a call, and with it memory, beyond any patience.
+    pub(crate) fn overdue() -> Self {
+        PoolError::StateConsistency { detail: "the device or a driver call did not end in time".to_owned() }
+    }
+
     /// What a failed map of `pages` pages means to whoever needed them.
     pub(crate) fn from_map(failure: MapFailure, pages: u32) -> Self {
         match failure {

@@ -1,22 +1,34 @@
 //! A pool: a group's ledger over the memory that backs it.
 //!
 //! [`Pool`] plans under its lock, calls the [`Mapper`] without it, and commits what came of it under the
-//! lock again, so that a driver call never keeps another thread from allocating blocks that are on hand.
+//! lock again, so that a driver call never keeps another thread from allocating blocks that are on hand. A thread of the pool's
+//! own, the pager, backs pages ahead of allocations and gives memory back behind whoever freed it.
 #![forbid(unsafe_code)]
 
+mod calls;
 mod config;
+mod counts;
 mod error;
 mod fork;
 mod ftensor;
+mod limit;
 mod mapper;
 mod meter;
+mod pager;
 mod pool;
+mod reserve;
+mod state;
+mod stats;
+mod sync;
 
 pub use config::PoolConfig;
 pub use error::PoolError;
 pub use fork::forked;
+pub use limit::{LimitState, MemoryLimit};
 pub use mapper::{Cause, MapFailure, Mapper, UnmapFailure};
 pub use meter::{Meter, NoMeter, Usage};
-pub use pool::{Pool, PoolStats};
+pub use pool::Pool;
+pub use state::Tally;
+pub use stats::PoolStats;
 
 pub use kvcached_ledger::{BlockError, EpochError, Layout, LayoutError, PageCounts, PageOrder};

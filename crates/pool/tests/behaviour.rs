@@ -64,7 +64,10 @@ fn what_is_promised_can_be_had() {
     let ids = pool.alloc(5).unwrap().unwrap();
     assert_eq!(pool.promised().unwrap(), 5, "three on hand, one page of credit left, less two");
     assert_eq!(pool.alloc(8).unwrap(), None);
-    assert_eq!(pool.promised().unwrap(), 3, "the device has refused: what is on hand");
+    assert_eq!(pool.promised().unwrap(), 5, "two pages were refused: one may still be had");
+    fake.set_budget(2);
+    assert_eq!(pool.alloc(4).unwrap(), None);
+    assert_eq!(pool.promised().unwrap(), 3, "not even one: what is on hand");
     assert_eq!(fake.calls().iter().filter(|call| **call == Call::Room).count(), 4);
     fake.set_budget(100);
     assert_eq!(pool.refresh_credit(0).unwrap(), 37, "all there is");
@@ -102,7 +105,7 @@ fn refusals_are_typed_and_change_nothing() {
     assert_eq!(block(pool.claim(&[10, 0])), BlockError::Held { id: 0 });
     assert!(matches!(pool.pages_of(&[4]), Err(PoolError::Block(BlockError::Unknown { id: 4 }))));
     assert!(matches!(pool.occupancy(&[3]), Err(PoolError::NoSuchPage { page: 3, num_pages: 3 })));
-    assert!(matches!(pool.end_step(1), Err(PoolError::Epoch(_))));
+    assert!(matches!(pool.release_through(1), Err(PoolError::Epoch(_))));
     assert_eq!(pool.stats().unwrap(), before);
     check(&fake, &pool);
 }
@@ -185,15 +188,15 @@ fn the_reserve_stays_within_its_bounds() {
 fn a_retired_page_is_not_unmapped_before_its_step_ends() {
     let (fake, pool) = pool(PoolConfig { async_sched: true, ..config(40) });
     let ids = pool.alloc(8).unwrap().unwrap();
-    let first = pool.begin_step().unwrap();
+    let first = pool.begin_epoch().unwrap();
     pool.free(&ids[..4]).unwrap();
-    let second = pool.begin_step().unwrap();
+    let second = pool.begin_epoch().unwrap();
     pool.free(&ids[4..]).unwrap();
     assert_eq!(fake.last_figures().reserved_bytes, 2 * PAGE_BYTES);
     assert_eq!(pool.trim().unwrap(), 0, "not even then");
-    pool.end_step(first).unwrap();
+    pool.release_through(first).unwrap();
     assert_eq!(fake.mapped(), [1]);
-    pool.end_step(second).unwrap();
+    pool.release_through(second).unwrap();
     assert_eq!(fake.mapped(), [0u32; 0]);
     check(&fake, &pool);
 }
@@ -202,11 +205,11 @@ fn a_retired_page_is_not_unmapped_before_its_step_ends() {
 fn reuse_keeps_a_retired_page() {
     let (fake, pool) = pool(PoolConfig { async_sched: true, ..config(40) });
     let ids = pool.alloc(4).unwrap().unwrap();
-    let epoch = pool.begin_step().unwrap();
+    let epoch = pool.begin_epoch().unwrap();
     pool.free(&ids).unwrap();
     fake.calls();
     assert_eq!(pool.alloc(1).unwrap().unwrap(), [0]);
-    pool.end_step(epoch).unwrap();
+    pool.release_through(epoch).unwrap();
     assert_eq!(fake.calls(), []);
     // No step is outstanding now: nothing to wait for, and perhaps no later step that would end.
     pool.free(&[0]).unwrap();
@@ -264,14 +267,14 @@ fn blocks_set_aside_are_for_the_next_allocation() {
 fn clear_waits_for_the_device_and_keeps_the_reserve() {
     let (fake, pool) = pool(PoolConfig { max_reserved_bytes: PAGE_BYTES, async_sched: true, ..config(40) });
     let ids = pool.alloc(9).unwrap().unwrap();
-    pool.begin_step().unwrap();
+    pool.begin_epoch().unwrap();
     pool.free(&ids[..4]).unwrap();
     fake.calls();
     pool.clear().unwrap();
-    assert_eq!(fake.calls(), [Call::Synchronise, Call::Unmap(vec![2, 1])]);
+    assert_eq!(fake.calls(), [Call::Synchronise, Call::Unmap(vec![3, 2, 1])], "the fourth was backed ahead");
     assert_eq!((pool.available().unwrap(), pool.backed().unwrap()), (40, 4));
-    fake.fail_at(0, Fault::Refused);
     let ids = pool.alloc(4).unwrap().unwrap();
+    fake.fail_at(0, Fault::Refused);
     assert!(matches!(pool.clear(), Err(PoolError::Driver { .. })));
     fake.heal();
     pool.free(&ids).unwrap();
@@ -282,7 +285,7 @@ fn clear_waits_for_the_device_and_keeps_the_reserve() {
 fn shutdown_unmaps_everything_once() {
     let (fake, pool) = pool(PoolConfig { null_block: true, async_sched: true, ..config(40) });
     pool.alloc(9).unwrap().unwrap();
-    pool.begin_step().unwrap();
+    pool.begin_epoch().unwrap();
     assert!(pool.try_to_reserve(2).unwrap());
     fake.calls();
     pool.shutdown().unwrap();
@@ -299,8 +302,8 @@ fn shutdown_unmaps_everything_once() {
     assert!(matches!(pool.reserve_demand(1), Err(PoolError::Shutdown)));
     assert!(matches!(pool.try_to_reserve(1), Err(PoolError::Shutdown)));
     assert!(matches!(pool.free_reserved(), Err(PoolError::Shutdown)));
-    assert!(matches!(pool.begin_step(), Err(PoolError::Shutdown)));
-    assert!(matches!(pool.end_step(1), Err(PoolError::Shutdown)));
+    assert!(matches!(pool.begin_epoch(), Err(PoolError::Shutdown)));
+    assert!(matches!(pool.release_through(1), Err(PoolError::Shutdown)));
     assert!(matches!(pool.trim(), Err(PoolError::Shutdown)));
     assert!(matches!(pool.clear(), Err(PoolError::Shutdown)));
     assert!(matches!(pool.occupancy(&[0]), Err(PoolError::Shutdown)));

@@ -6,19 +6,19 @@ mod fake;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use fake::{Fake, Fault, PAGE_BYTES, check, config, pool_over};
-use kvcached_pool::{Pool, PoolConfig};
+use fake::{Fake, Fault, PAGE_BYTES, Steady, check, config, pool_over};
+use kvcached_pool::PoolConfig;
 
-type Scenario = fn(&Pool, &mut Vec<u32>);
+type Scenario = fn(&Steady, &mut Vec<u32>);
 
-fn allocate(pool: &Pool, held: &mut Vec<u32>, n: u32) {
+fn allocate(pool: &Steady, held: &mut Vec<u32>, n: u32) {
     if let Ok(Some(ids)) = pool.alloc(n) {
         assert_eq!(ids.len(), n as usize);
         held.extend(ids);
     }
 }
 
-fn free_some(pool: &Pool, held: &mut Vec<u32>, n: usize) {
+fn free_some(pool: &Steady, held: &mut Vec<u32>, n: usize) {
     let ids = held.split_off(held.len().saturating_sub(n));
     pool.free(&ids).unwrap();
 }
@@ -34,13 +34,13 @@ const SCENARIOS: [(&str, Scenario); 6] = [
     }),
     ("steps", |pool, held| {
         allocate(pool, held, 17);
-        let first = pool.begin_step().unwrap();
+        let first = pool.begin_epoch().unwrap();
         free_some(pool, held, 9);
-        let second = pool.begin_step().unwrap();
+        let second = pool.begin_epoch().unwrap();
         free_some(pool, held, 4);
-        pool.end_step(first).unwrap();
+        pool.release_through(first).unwrap();
         allocate(pool, held, 3);
-        pool.end_step(second).unwrap();
+        pool.release_through(second).unwrap();
     }),
     ("demand", |pool, held| {
         let _ = pool.reserve_demand(20);
@@ -116,8 +116,8 @@ fn run(name: &str, scenario: Scenario, async_sched: bool, fault: Fault, k: usize
     assert!(rest.iter().all(|id| !distinct.contains(id)), "{context}: an id is held twice");
     pool.free(&rest).unwrap();
     pool.free(&held).unwrap();
-    let epoch = pool.begin_step().unwrap();
-    pool.end_step(epoch).unwrap();
+    let epoch = pool.begin_epoch().unwrap();
+    pool.release_through(epoch).unwrap();
     assert!(pool.stats().unwrap().pages.reserved <= 1, "{context}: the reserve is too large");
     check(&fake, &pool);
     pool.shutdown().unwrap();

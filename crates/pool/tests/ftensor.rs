@@ -1,8 +1,11 @@
 //! The pool over a real range of addresses on the simulated driver, each driver call failing in turn; and its figures in a record.
 #![allow(clippy::unwrap_used)]
 
+mod fake;
+
 use std::sync::Arc;
 
+use fake::Steady;
 use kvcached_control::{InstanceRecord, Listed, list};
 use kvcached_pool::{Layout, NoMeter, PageOrder, Pool, PoolConfig, PoolError};
 use kvcached_vmm::sim::Sim;
@@ -47,7 +50,7 @@ fn a_failure_at_every_driver_call() {
         let range = ftensor(&sim);
         let config = config(&range);
         let m = config.layout.blocks_per_page;
-        let pool = Pool::new(config, range.clone(), Arc::new(NoMeter)).unwrap();
+        let pool = Steady::over(Pool::new(config, range.clone(), Arc::new(NoMeter)).unwrap());
         sim.fail_at(k);
         let mut held = Vec::new();
         for n in [m + 1, 2 * m, m] {
@@ -82,7 +85,7 @@ fn a_failure_at_every_driver_call() {
 fn memory_is_shared_with_others() {
     let sim = Sim::new();
     let range = ftensor(&sim);
-    let pool = Pool::new(config(&range), range.clone(), Arc::new(NoMeter)).unwrap();
+    let pool = Steady::over(Pool::new(config(&range), range.clone(), Arc::new(NoMeter)).unwrap());
     let m = range.geometry().blocks_per_page();
     sim.set_budget(2 * range.geometry().page_bytes());
     assert_eq!(pool.alloc(3 * m).unwrap(), None);
@@ -98,7 +101,7 @@ fn memory_is_shared_with_others() {
 fn pages_that_others_unmapped_are_not_trusted_again() {
     let sim = Sim::new();
     let range = ftensor(&sim);
-    let pool = Pool::new(config(&range), range.clone(), Arc::new(NoMeter)).unwrap();
+    let pool = Steady::over(Pool::new(config(&range), range.clone(), Arc::new(NoMeter)).unwrap());
     let m = range.geometry().blocks_per_page();
     let ids = pool.alloc(3 * m).unwrap().unwrap();
     range.unmap(&[1]).unwrap();
@@ -147,6 +150,7 @@ fn what_is_kept_beside_the_pages_counts_as_used_and_is_trimmed() {
     let range = ftensor_with(&sim, Options { unbacked: Unbacked::Zero, cache_bytes: 2 * page_bytes });
     let config = PoolConfig { max_reserved_bytes: page_bytes, ..config(&range) };
     let pool = Pool::new(config, range.clone(), Arc::new(record.pool_row("kv").unwrap())).unwrap();
+    let pool = Steady::over(pool);
     let ids = pool.alloc(5 * range.geometry().blocks_per_page()).unwrap().unwrap();
     pool.free(&ids).unwrap();
     // One page in reserve, two kept, two released; and the zeros.
@@ -165,7 +169,7 @@ fn what_is_kept_beside_the_pages_counts_as_used_and_is_trimmed() {
     // Whom the device refuses memory gets what another range keeps.
     let ids = pool.alloc(2 * range.geometry().blocks_per_page()).unwrap().unwrap();
     pool.free(&ids).unwrap();
-    assert_eq!(range.cached_bytes(), page_bytes);
+    assert_eq!(range.cached_bytes(), 2 * page_bytes, "of the two, and of one backed ahead");
     let other = ftensor(&sim);
     sim.set_budget(sim.held_bytes());
     assert_eq!(other.map(&[0]), Ok(vec![0]));

@@ -115,11 +115,11 @@ fn run(config: PoolConfig, ops: Vec<Op>) -> Result<(), TestCaseError> {
                     prop_assert_eq!(got, n.min(stats.backed_blocks));
                     let short = fake.counts().0 > shortages;
                     prop_assert!(short || got == n.min(stats.available_blocks));
-                    // What is on hand needs no driver call.
-                    let calls = fake.inner().calls.len();
-                    let ids = pool.alloc(got).unwrap().unwrap();
-                    prop_assert_eq!(fake.inner().calls.len(), calls);
-                    for id in ids {
+                    // It stays on hand, whatever the pager thinks of so many idle pages.
+                    let ids = pool.alloc_on_hand(got).unwrap();
+                    prop_assert!(ids.is_some(), "{} blocks were on hand", got);
+                    pool.wait();
+                    for id in ids.unwrap() {
                         prop_assert!(held.insert(id), "{} is held twice", id);
                     }
                 }
@@ -141,7 +141,8 @@ fn run(config: PoolConfig, ops: Vec<Op>) -> Result<(), TestCaseError> {
                 Ok(true) => {
                     let after = pool.stats().unwrap();
                     prop_assert_eq!(after.set_aside_blocks, before.set_aside_blocks + n);
-                    prop_assert_eq!(after.available_blocks, before.available_blocks);
+                    let faulted = fake.counts().1 > faults; // the pager may have lost a page meanwhile
+                    prop_assert!(faulted || after.available_blocks == before.available_blocks);
                 }
                 Ok(false) => prop_assert_eq!(pool.stats().unwrap(), before),
                 Err(error) => prop_assert!(matches!(error, PoolError::Quarantined { .. }), "{}", error),
@@ -150,10 +151,10 @@ fn run(config: PoolConfig, ops: Vec<Op>) -> Result<(), TestCaseError> {
                 pool.free_reserved().unwrap();
                 prop_assert_eq!(pool.stats().unwrap().set_aside_blocks, 0);
             }
-            Op::Begin => open.push(pool.begin_step().unwrap()),
+            Op::Begin => open.push(pool.begin_epoch().unwrap()),
             Op::End => {
                 if !open.is_empty() {
-                    pool.end_step(open.remove(0)).unwrap();
+                    pool.release_through(open.remove(0)).unwrap();
                     let pages = pool.stats().unwrap().pages;
                     let faulted = fake.counts().1 > faults;
                     prop_assert!(faulted || u64::from(pages.reserved) <= keep, "{:?}", pages);

@@ -50,8 +50,8 @@ fn hammer(async_sched: bool, budget_pages: Option<usize>) {
                         pool.free(&ids).unwrap();
                     }
                     8 => {
-                        let epoch = pool.begin_step().unwrap();
-                        pool.end_step(epoch).unwrap();
+                        let epoch = pool.begin_epoch().unwrap();
+                        pool.release_through(epoch).unwrap();
                     }
                     _ => {
                         pool.reserve_demand(next(20) as u32).unwrap();
@@ -65,8 +65,8 @@ fn hammer(async_sched: bool, budget_pages: Option<usize>) {
     };
     let threads: Vec<_> = (0..THREADS).map(|seed| std::thread::spawn(work(seed))).collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
-    let epoch = pool.begin_step().unwrap();
-    pool.end_step(epoch).unwrap();
+    let epoch = pool.begin_epoch().unwrap();
+    pool.release_through(epoch).unwrap();
     check(&fake, &pool);
     assert_eq!(pool.stats().unwrap().held_blocks, 0);
     assert!(pool.stats().unwrap().pages.reserved <= 2);

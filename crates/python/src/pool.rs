@@ -1,6 +1,7 @@
 //! `Pool`.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvcached_ledger::{Layout, PageOrder};
 use kvcached_pool::{Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
@@ -119,11 +120,14 @@ impl Pool {
     }
 
     fn alloc(&self, py: Python<'_>, n: u32) -> PyResult<Option<Vec<u32>>> {
-        self.run(py, |pool| pool.alloc(n))
+        match self.inner.alloc_on_hand(n).map_err(|e| e.raise(py))? {
+            Some(ids) => Ok(Some(ids)),
+            None => self.run(py, |pool| pool.alloc(n)),
+        }
     }
 
     fn free(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<()> {
-        self.run(py, |pool| pool.free(&ids))
+        self.inner.free(&ids).map_err(|e| e.raise(py))
     }
 
     fn claim(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<()> {
@@ -168,11 +172,11 @@ impl Pool {
     }
 
     fn begin_step(&self, py: Python<'_>) -> PyResult<u64> {
-        self.inner.begin_step().map_err(|e| e.raise(py))
+        self.inner.begin_epoch().map_err(|e| e.raise(py))
     }
 
-    fn end_step(&self, py: Python<'_>, epoch: u64) -> PyResult<()> {
-        self.run(py, |pool| pool.end_step(epoch))
+    fn end_step(&self, py: Python<'_>, marker: u64) -> PyResult<()> {
+        self.inner.release_through(marker).map_err(|e| e.raise(py))
     }
 
     fn trim(&self, py: Python<'_>) -> PyResult<u64> {
@@ -183,8 +187,19 @@ impl Pool {
         self.run(py, Inner::clear)
     }
 
-    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+    fn shutdown(&self, py: Python<'_>) -> PyResult<u64> {
         self.run(py, Inner::shutdown)
+    }
+
+    #[pyo3(signature = (timeout_s = 10.0))]
+    fn quiesce(&self, py: Python<'_>, timeout_s: f64) -> PyResult<bool> {
+        let timeout = Duration::try_from_secs_f64(timeout_s)
+            .map_err(|error| PyValueError::new_err(format!("timeout_s={timeout_s}: {error}")))?;
+        self.run(py, |pool| pool.quiesce(timeout))
+    }
+
+    fn keep_on_hand(&self, py: Python<'_>, n: u32) -> PyResult<u32> {
+        self.inner.keep_on_hand(n).map_err(|e| e.raise(py))
     }
 
     fn get_page_occupancy(&self, py: Python<'_>, page_ids: Vec<u32>) -> PyResult<Vec<(u32, u32)>> {
@@ -205,6 +220,7 @@ impl Pool {
             ("in_use_pages", pages.in_use.into()),
             ("retired_pages", pages.retired.into()),
             ("unmapping_pages", pages.unmapping.into()),
+            ("withdrawn_pages", pages.withdrawn.into()),
             ("quarantined_pages", pages.quarantined.into()),
             ("page_bytes", stats.page_bytes),
             ("num_blocks", stats.num_blocks.into()),
@@ -212,6 +228,12 @@ impl Pool {
             ("backed_blocks", stats.backed_blocks.into()),
             ("available_blocks", stats.available_blocks.into()),
             ("set_aside_blocks", stats.set_aside_blocks.into()),
+            ("draining_blocks", stats.draining_blocks.into()),
+            ("ahead_pages", stats.ahead_pages.into()),
+            ("pages_backed_on_demand", stats.tally.on_demand),
+            ("pages_backed_ahead", stats.tally.ahead),
+            ("pages_given_back_behind", stats.tally.behind),
+            ("pager_failures", stats.tally.failures),
             ("used_bytes", stats.usage.used_bytes),
             ("reserved_bytes", stats.usage.reserved_bytes),
             ("beside_bytes", stats.usage.beside_bytes),

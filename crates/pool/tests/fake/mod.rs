@@ -3,9 +3,11 @@
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use kvcached_pool::{
-    Cause, Layout, MapFailure, Mapper, Meter, PageOrder, Pool, PoolConfig, PoolError, UnmapFailure, Usage,
+    Cause, Layout, MapFailure, Mapper, MemoryLimit, Meter, PageOrder, Pool, PoolConfig, PoolError,
+    UnmapFailure, Usage,
 };
 
 pub const PAGE_BYTES: u64 = 1 << 20;
@@ -198,11 +200,63 @@ pub fn config(num_blocks: u32) -> PoolConfig {
     }
 }
 
-pub fn pool_over(fake: &Arc<Fake>, config: PoolConfig) -> Result<Pool, PoolError> {
-    Pool::new(config, fake.clone(), fake.clone())
+/// A pool whose calls return only when the pager has nothing left to do, so that a history has one outcome.
+pub struct Steady(Pool);
+
+impl std::ops::Deref for Steady {
+    type Target = Pool;
+
+    fn deref(&self) -> &Pool {
+        &self.0
+    }
 }
 
-pub fn pool(config: PoolConfig) -> (Arc<Fake>, Pool) {
+macro_rules! steady {
+    ($($name:ident($($arg:ident: $kind:ty),*) -> $result:ty;)*) => {
+        impl Steady {
+            $(pub fn $name(&self, $($arg: $kind),*) -> Result<$result, PoolError> {
+                let result = self.0.$name($($arg),*);
+                self.wait();
+                result
+            })*
+        }
+    };
+}
+
+steady! {
+    alloc(n: u32) -> Option<Vec<u32>>;
+    claim(ids: &[u32]) -> ();
+    free(ids: &[u32]) -> ();
+    try_to_reserve(n: u32) -> bool;
+    free_reserved() -> ();
+    reserve_demand(n: u32) -> u32;
+    refresh_credit(leave_bytes: u64) -> u32;
+    begin_epoch() -> u64;
+    release_through(marker: u64) -> ();
+    clear() -> ();
+    trim() -> u64;
+    set_limit(limit_bytes: u64, revision: Option<u64>) -> MemoryLimit;
+}
+
+impl Steady {
+    pub fn over(pool: Pool) -> Self {
+        let pool = Steady(pool);
+        pool.wait();
+        pool
+    }
+
+    pub fn wait(&self) {
+        if let Ok(quiet) = self.0.quiesce(Duration::from_secs(60)) {
+            assert!(quiet, "the pager finds no end");
+        }
+    }
+}
+
+pub fn pool_over(fake: &Arc<Fake>, config: PoolConfig) -> Result<Steady, PoolError> {
+    Ok(Steady::over(Pool::new(config, fake.clone(), fake.clone())?))
+}
+
+pub fn pool(config: PoolConfig) -> (Arc<Fake>, Steady) {
     let fake = Arc::new(Fake::default());
     let pool = pool_over(&fake, config).unwrap();
     (fake, pool)

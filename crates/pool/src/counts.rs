@@ -1,0 +1,36 @@
+//! Counts that anybody may read at any time: no lock, no system call.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+/// Blocks, as they were when the ledger was last let go. Each is right by itself; two of them may be of different moments.
+#[derive(Debug, Default)]
+pub(crate) struct Counts {
+    pub available: AtomicU32,
+    pub promised: AtomicU32,
+    pub backed: AtomicU32,
+    pub held: AtomicU32,
+    /// The pool is shut down or broken: the counts mean nothing.
+    closed: AtomicBool,
+}
+
+impl Counts {
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+}
+
+/// Reads a count of [`Counts`].
+pub(crate) fn read(count: &AtomicU32) -> u32 {
+    count.load(Ordering::Acquire)
+}
+
+/// Tells a count of [`Counts`]. Only under the lock.
+pub(crate) fn tell(count: &AtomicU32, value: u32) {
+    if count.load(Ordering::Relaxed) != value {
+        count.store(value, Ordering::Release);
+    }
+}
