@@ -223,20 +223,30 @@ impl Ledger {
     fn take_best(&mut self, n: u32, ids: &mut Vec<u32>) {
         let idle = self.excess() == 0;
         let mut left = n;
+        let mut alike = None;
         while left > 0
-            && let Some(page) = self.index.pick(left, idle)
+            && let Some(page) = alike.take().or_else(|| self.index.pick(left, idle))
         {
-            let count = left.min(self.pages[page as usize].free);
-            let first = self.grid.block(page, 0);
-            let first_id = self.grid.block_id(page, 0);
-            self.free_blocks.take_from(first, count, |block, run| {
-                let id = first_id + (block - first) as u32;
-                ids.extend(id..id + run);
-            });
-            self.lost(page, count);
+            let entry = self.pages[page as usize];
+            let count = left.min(entry.free);
+            self.take_lowest(page, count, ids);
             left -= count;
+            // Where no page holds the remainder, the next one with as many free blocks is again one with the most.
+            if entry.state == PageState::InUse && left > entry.free {
+                alike = self.index.next_alike(page, entry.free);
+            }
         }
         assert_eq!(left, 0, "the ledger counted blocks that no page has");
+    }
+
+    fn take_lowest(&mut self, page: u32, count: u32, ids: &mut Vec<u32>) {
+        let first = self.grid.block(page, 0);
+        let first_id = self.grid.block_id(page, 0);
+        self.free_blocks.take_from(first, count, |block, run| {
+            let id = first_id + (block - first) as u32;
+            ids.extend(id..id + run);
+        });
+        self.lost(page, count);
     }
 
     /// Number of a block that its holder may give back, as far as its id says.
@@ -255,16 +265,21 @@ impl Ledger {
 
     /// Marks held blocks as free, all or none.
     fn give_bits(&mut self, ids: &[u32]) -> Result<(), BlockError> {
+        let (grid, pinned) = (self.grid, self.pinned);
+        let any_aside = !self.set_aside.is_empty();
         let mut done = 0;
-        for (page, run) in self.grid.runs(ids) {
+        for (page, run) in grid.runs(ids) {
             for &id in run {
-                match self.freeable(page, id) {
-                    Ok(block) => self.free_blocks.insert(block),
-                    Err(error) => {
-                        self.restore_bits(&ids[..done], false);
-                        return Err(repeated(&ids[..done], id).unwrap_or(error));
-                    }
-                };
+                let given = grid.slot(page, id).is_some_and(|slot| {
+                    let block = grid.block(page, slot);
+                    let issued = pinned != Some(id) && !(any_aside && self.set_aside.contains(block));
+                    issued && self.free_blocks.insert(block)
+                });
+                if !given {
+                    self.restore_bits(&ids[..done], false);
+                    // What could be freed by itself was named before.
+                    return Err(self.freeable(page, id).err().unwrap_or(BlockError::Duplicate { id }));
+                }
                 done += 1;
             }
         }
@@ -273,15 +288,18 @@ impl Ledger {
 
     /// Marks free blocks as held, all or none.
     fn take_bits(&mut self, ids: &[u32]) -> Result<(), BlockError> {
+        let grid = self.grid;
         let mut done = 0;
-        for (page, run) in self.grid.runs(ids) {
+        for (page, run) in grid.runs(ids) {
             for &id in run {
-                let slot = self.grid.slot(page, id);
-                let taken = slot.is_some_and(|slot| self.free_blocks.remove(self.grid.block(page, slot)));
-                if !taken {
+                let block = grid.slot(page, id).map(|slot| grid.block(page, slot));
+                if !block.is_some_and(|block| self.free_blocks.remove(block)) {
                     self.restore_bits(&ids[..done], true);
-                    let error = slot.map_or(BlockError::Unknown { id }, |_| BlockError::Held { id });
-                    return Err(repeated(&ids[..done], id).unwrap_or(error));
+                    return Err(match block {
+                        None => BlockError::Unknown { id },
+                        Some(block) if self.free_blocks.contains(block) => BlockError::Duplicate { id },
+                        Some(_) => BlockError::Held { id },
+                    });
                 }
                 done += 1;
             }
@@ -309,9 +327,4 @@ impl Ledger {
             _ => BlockError::Unbacked { id, page },
         }
     }
-}
-
-/// The error of an id that the list named before.
-fn repeated(before: &[u32], id: u32) -> Option<BlockError> {
-    before.contains(&id).then_some(BlockError::Duplicate { id })
 }

@@ -88,14 +88,16 @@ impl Index {
         }
     }
 
-    pub(crate) fn remove(&mut self, number: u32, page: Page) {
-        let (kind, rank) = (page.kind(), self.grid.rank(number));
-        let key = self.key_in(kind, page.free, rank);
+    /// Page `number` was one thing and is another.
+    pub(crate) fn replace(&mut self, number: u32, before: Page, after: Page) {
+        let (kind, rank) = (before.kind(), self.grid.rank(number));
+        let key = self.key_in(kind, before.free, rank);
         self.sets[kind as usize].remove(key);
-        self.free_blocks[kind as usize] -= page.free;
-        if let PageState::Retired(epoch) = page.state {
+        self.free_blocks[kind as usize] -= before.free;
+        if let PageState::Retired(epoch) = before.state {
             self.retired_at.remove(&(epoch, rank));
         }
+        self.insert(number, after);
     }
 
     fn set(&self, kind: Kind) -> &OrderedBits {
@@ -223,6 +225,12 @@ impl Index {
             Some((page, capacity)) if capacity > most => Some(page),
             _ => in_use.next_from(self.key(most.max(1), 0)).map(|key| self.keyed(key)),
         }
+    }
+
+    /// The page in use that follows `page` among those with this many free blocks.
+    pub(crate) fn next_alike(&self, page: u32, free: u32) -> Option<u32> {
+        let key = self.set(Kind::InUse).next_from(self.key(free, self.grid.rank(page)) + 1)?;
+        ((key >> self.rank_bits) as u32 == free).then(|| self.keyed(key))
     }
 
     /// The short page and its blocks, where it is idle. An idle page is wholly free, so that all others are alike.

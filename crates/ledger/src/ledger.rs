@@ -205,8 +205,7 @@ impl Ledger {
     /// All change of a page goes through here, so that the index follows.
     pub(crate) fn set(&mut self, page: u32, entry: Page) {
         let before = std::mem::replace(&mut self.pages[page as usize], entry);
-        self.index.remove(page, before);
-        self.index.insert(page, entry);
+        self.index.replace(page, before, entry);
     }
 
     /// Ends every call that changed something.
