@@ -65,12 +65,6 @@ fn report(what: &str, (alloc, free): (f64, f64)) {
 #[test]
 #[ignore = "a measurement"]
 fn speed() {
-        let mut l = holed(65_536, 16, 1000);
-        for _ in 0..1 {
-            report("h", cost(&mut l, 256, 1));
-        }
-        return;
-    }
     for (pages, m) in [(64, 8), (4096, 8), (65_536, 8), (65_536, 128), (80, 100_000), (65_536, 1)] {
         let mut ledger = ledger(pages, m);
         report(&format!("1 block of fresh pages, {pages} pages of {m}"), cost(&mut ledger, 1, 32));
