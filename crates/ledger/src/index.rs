@@ -227,10 +227,10 @@ impl Index {
         }
     }
 
-    /// The page in use that follows `page` among those with this many free blocks.
+    /// After the page in use that had the most free blocks, so many, the next one with as many.
     pub(crate) fn next_alike(&self, page: u32, free: u32) -> Option<u32> {
-        let key = self.set(Kind::InUse).next_from(self.key(free, self.grid.rank(page)) + 1)?;
-        ((key >> self.rank_bits) as u32 == free).then(|| self.keyed(key))
+        let key = self.key(free, self.grid.rank(page));
+        self.set(Kind::InUse).next_from(key + 1).map(|key| self.keyed(key))
     }
 
     /// The short page and its blocks, where it is idle. An idle page is wholly free, so that all others are alike.

@@ -223,6 +223,18 @@ fn blocks_set_aside_in_a_page_that_drains_are_issued_still() {
 }
 
 #[test]
+fn giving_back_what_was_set_aside_may_save_another_page_from_draining() {
+    let mut ledger = holding(&[1, 0]);
+    assert!(ledger.set_aside(3));
+    ledger.free(&[0]).unwrap();
+    ledger.claim(&[10]).unwrap();
+    ledger.set_target(1);
+    assert_eq!(draining(&ledger), [1], "of one held block, not of three set aside");
+    assert_eq!(ledger.release_set_aside().reserved, [0]);
+    assert_eq!(draining(&ledger), [0u32; 0]);
+}
+
+#[test]
 fn what_is_on_hand_keeps_reserved_pages() {
     let mut ledger = holding(&[2, 0, 0, 0]);
     assert!(!ledger.has_surplus(3, 0), "all are to be kept");

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeSet, HashSet};
+use std::ops::Range;
 
 use kvcached_ledger::{BlockCounts, ClaimPlan, Layout, Ledger, PageOrder, PageState, RetirePolicy};
 use proptest::prelude::*;
@@ -328,20 +329,21 @@ enum Op {
     ClearAll,
 }
 
-fn op() -> impl Strategy<Value = Op> {
+/// `scale` blocks where a small pool has one.
+fn op(scale: u32) -> impl Strategy<Value = Op> {
     let few = || prop_oneof![3 => Just(0usize), 1 => 1usize..3];
     prop_oneof![
-        6 => (0u32..20).prop_map(Op::Alloc),
-        6 => prop::collection::vec(any::<Index>(), 0..12).prop_map(Op::FreeSome),
-        2 => prop::collection::vec(0u32..90, 0..4).prop_map(Op::FreeRaw),
-        2 => prop::collection::vec(0u32..60, 0..4).prop_map(Op::Claim),
+        6 => (0u32..20 * scale).prop_map(Op::Alloc),
+        6 => prop::collection::vec(any::<Index>(), 0..12 * scale as usize).prop_map(Op::FreeSome),
+        2 => prop::collection::vec(0u32..60 * scale, 0..4).prop_map(Op::FreeRaw),
+        2 => prop::collection::vec(0u32..60 * scale, 0..4).prop_map(Op::Claim),
         1 => any::<Index>().prop_map(Op::Pin),
-        1 => (0u32..8).prop_map(Op::SetAside),
-        1 => Just(Op::ReleaseSetAside),
+        2 => (0u32..8 * scale).prop_map(Op::SetAside),
+        2 => Just(Op::ReleaseSetAside),
         4 => (0u32..14).prop_map(Op::SetTarget),
-        5 => (0u32..30, 0u32..6).prop_map(|(n, at_most)| Op::Back { n, at_most }),
+        5 => (0u32..30 * scale, 0u32..6).prop_map(|(n, at_most)| Op::Back { n, at_most }),
         2 => (0u32..6).prop_map(Op::BackPages),
-        4 => (0u32..4, 0u32..12, 0u32..8)
+        4 => (0u32..4, 0u32..12 * scale, 0u32..8)
             .prop_map(|(keep, on_hand, at_most)| Op::Unback { keep, on_hand, at_most }),
         9 => (any::<Index>(), few(), few())
             .prop_map(|(flight, lost, undone)| Op::Land { flight, lost, undone }),
@@ -659,21 +661,42 @@ fn run(layout: Layout, policy: RetirePolicy, ops: Vec<Op>) -> Result<(), TestCas
     Ok(())
 }
 
+fn layouts(num_blocks: Range<u32>, blocks_per_page: Range<u32>) -> impl Strategy<Value = Layout> {
+    (num_blocks, blocks_per_page, 0u32..3, any::<bool>()).prop_map(
+        |(num_blocks, blocks_per_page, padding, highest)| {
+            let order = if highest { PageOrder::HighestFirst } else { PageOrder::LowestFirst };
+            Layout { num_blocks, blocks_per_page, ids_per_page: blocks_per_page + padding, order }
+        },
+    )
+}
+
+fn policies() -> impl Strategy<Value = RetirePolicy> {
+    prop_oneof![Just(RetirePolicy::Synchronous), Just(RetirePolicy::Asynchronous)]
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
     #[test]
     fn agrees_with_the_reference(
-        num_blocks in 1u32..40,
-        blocks_per_page in 1u32..7,
-        padding in 0u32..3,
-        highest in any::<bool>(),
-        asynchronous in any::<bool>(),
-        ops in prop::collection::vec(op(), 1..80),
+        layout in layouts(1..40, 1..7),
+        policy in policies(),
+        ops in prop::collection::vec(op(1), 1..80),
     ) {
-        let order = if highest { PageOrder::HighestFirst } else { PageOrder::LowestFirst };
-        let layout = Layout { num_blocks, blocks_per_page, ids_per_page: blocks_per_page + padding, order };
-        let policy = if asynchronous { RetirePolicy::Asynchronous } else { RetirePolicy::Synchronous };
+        run(layout, policy, ops)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Pages of more than one word of bits, and pools of more than one level.
+    #[test]
+    fn agrees_over_many_blocks(
+        layout in layouts(100..500, 30..140),
+        policy in policies(),
+        ops in prop::collection::vec(op(8), 1..60),
+    ) {
         run(layout, policy, ops)?;
     }
 }
