@@ -223,6 +223,15 @@ fn blocks_set_aside_in_a_page_that_drains_are_issued_still() {
 }
 
 #[test]
+fn a_page_that_empties_saves_another_from_draining() {
+    let mut ledger = holding(&[2, 1]);
+    ledger.set_target(1);
+    assert_eq!(draining(&ledger), [1]);
+    assert_eq!(ledger.free(&[1, 0]).unwrap().reserved, [0]);
+    assert_eq!((draining(&ledger), ledger.alloc(2)), (vec![], Some(vec![11, 12])));
+}
+
+#[test]
 fn giving_back_what_was_set_aside_may_save_another_page_from_draining() {
     let mut ledger = holding(&[1, 0]);
     assert!(ledger.set_aside(3));

@@ -61,6 +61,16 @@ fn else_the_page_with_the_most_free_blocks() {
 }
 
 #[test]
+fn pages_with_as_many_free_blocks_go_in_order() {
+    let mut ledger = holding(&[3, 2, 3, 2, 2, 4, 3, 2], RetirePolicy::Synchronous);
+    // Two of each page with two, then ones: the last of them holds the rest exactly.
+    assert_eq!(ledger.alloc(10), Some(vec![12, 13, 32, 33, 42, 43, 72, 73, 3, 23]));
+    assert_eq!(ledger.alloc(2), None);
+    let mut ledger = holding(&[2, 2, 2, 3], RetirePolicy::Synchronous);
+    assert_eq!(ledger.alloc(5), Some(vec![2, 3, 12, 13, 33]), "page 3 holds the last one exactly");
+}
+
+#[test]
 fn idle_pages_wait_for_what_pages_in_use_cannot_hold() {
     let mut ledger = holding(&[2, 0, 0], RetirePolicy::Synchronous);
     assert_eq!(ledger.alloc(6), Some(vec![10, 11, 12, 13, 2, 3]));

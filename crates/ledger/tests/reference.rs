@@ -331,21 +331,22 @@ enum Op {
 
 /// `scale` blocks where a small pool has one.
 fn op(scale: u32) -> impl Strategy<Value = Op> {
-    let few = || prop_oneof![3 => Just(0usize), 1 => 1usize..3];
+    // Lost pages stay lost: more of them would leave histories with nothing to do.
+    let seldom = |weight| prop_oneof![weight => Just(0usize), 1 => 1usize..3];
     prop_oneof![
-        6 => (0u32..20 * scale).prop_map(Op::Alloc),
-        6 => prop::collection::vec(any::<Index>(), 0..12 * scale as usize).prop_map(Op::FreeSome),
+        12 => (0u32..20 * scale).prop_map(Op::Alloc),
+        8 => prop::collection::vec(any::<Index>(), 0..12 * scale as usize).prop_map(Op::FreeSome),
         2 => prop::collection::vec(0u32..60 * scale, 0..4).prop_map(Op::FreeRaw),
         2 => prop::collection::vec(0u32..60 * scale, 0..4).prop_map(Op::Claim),
         1 => any::<Index>().prop_map(Op::Pin),
         2 => (0u32..8 * scale).prop_map(Op::SetAside),
         2 => Just(Op::ReleaseSetAside),
-        4 => (0u32..14).prop_map(Op::SetTarget),
-        5 => (0u32..30 * scale, 0u32..6).prop_map(|(n, at_most)| Op::Back { n, at_most }),
+        5 => prop_oneof![0u32..6, 0u32..14, Just(u32::MAX)].prop_map(Op::SetTarget),
+        8 => (0u32..30 * scale, 0u32..6).prop_map(|(n, at_most)| Op::Back { n, at_most }),
         2 => (0u32..6).prop_map(Op::BackPages),
         4 => (0u32..4, 0u32..12 * scale, 0u32..8)
             .prop_map(|(keep, on_hand, at_most)| Op::Unback { keep, on_hand, at_most }),
-        9 => (any::<Index>(), few(), few())
+        14 => (any::<Index>(), seldom(20), seldom(5))
             .prop_map(|(flight, lost, undone)| Op::Land { flight, lost, undone }),
         2 => Just(Op::Begin),
         2 => (0u64..4).prop_map(Op::End),
