@@ -45,11 +45,13 @@ impl OrderedBits {
         self.len == 0
     }
 
+    #[inline]
     pub(crate) fn contains(&self, key: usize) -> bool {
         self.words[key / BITS] & bit(key) != 0
     }
 
     /// False where it was in already.
+    #[inline]
     pub(crate) fn insert(&mut self, key: usize) -> bool {
         let word = &mut self.words[key / BITS];
         let before = *word;
@@ -65,6 +67,7 @@ impl OrderedBits {
     }
 
     /// False where it was not in.
+    #[inline]
     pub(crate) fn remove(&mut self, key: usize) -> bool {
         let word = &mut self.words[key / BITS];
         if *word & bit(key) == 0 {
@@ -92,6 +95,7 @@ impl OrderedBits {
 
     /// Removes the lowest `count` keys from `from` up, or as many as there are, and tells each run of
     /// neighbours: its first key and how many.
+    #[inline]
     pub(crate) fn take_from(&mut self, mut from: usize, count: u32, mut taken: impl FnMut(usize, u32)) {
         let mut left = count;
         while left > 0
@@ -117,17 +121,20 @@ impl OrderedBits {
         }
     }
 
+    #[inline]
     pub(crate) fn first(&self) -> Option<usize> {
         let word = self.top();
         (word != 0).then(|| self.lowest_under(self.height - 1, lowest(word)))
     }
 
+    #[inline]
     pub(crate) fn last(&self) -> Option<usize> {
         let word = self.top();
         (word != 0).then(|| self.highest_under(self.height - 1, highest(word)))
     }
 
     /// The lowest key that is not below `key`, which may lie beyond the universe.
+    #[inline]
     pub(crate) fn next_from(&self, key: usize) -> Option<usize> {
         let mut at = key;
         for height in 0..self.height {
