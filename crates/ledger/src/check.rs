@@ -93,7 +93,7 @@ impl Ledger {
             Some((_, Some((page, slot))))
                 if !self.free_blocks.contains(self.grid.block(page, slot))
                     && !self.set_aside.contains(self.grid.block(page, slot))
-                    && !self.is_draining(page) =>
+                    && (self.target == 0 || !self.is_draining(page)) =>
             {
                 Ok(())
             }

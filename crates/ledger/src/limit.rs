@@ -21,7 +21,7 @@ impl Ledger {
     }
 
     /// Occupied pages beyond the target, where a pinned block has one page for granted. While there are any no
-    /// block of an idle page is issued, and of no page that drains.
+    /// block of an idle page is issued, and of no page that drains. Under a target of 0 no block at all is.
     pub fn excess(&self) -> u32 {
         self.index.occupied().saturating_sub(self.effective_target())
     }
@@ -42,11 +42,13 @@ impl Ledger {
 
     /// Pages in use that have to empty, as idle pages and those about to be unmapped do not make up for the excess.
     pub(crate) fn draining_wanted(&self) -> u32 {
-        let excess = self.excess();
+        let (excess, pages) = (self.excess(), self.page_counts());
+        if self.target == 0 {
+            return pages.in_use; // that of a pinned block too: it stays, and no other block of it is issued
+        }
         if excess == 0 {
             return 0;
         }
-        let pages = self.page_counts();
         let leaving = pages.reserved + pages.retired + pages.unmapping;
         let may_drain = pages.in_use - u32::from(self.pinned.is_some());
         excess.saturating_sub(leaving).min(may_drain)
@@ -66,12 +68,15 @@ impl Ledger {
             self.must(page, Transition::Restore);
         }
         let draining = self.draining_wanted();
+        let pinned = self.pinned.filter(|_| self.target > 0).and_then(|id| self.page_of(id));
+        if let Some(page) = pinned {
+            self.set_draining(page, false);
+        }
         while self.index.pages(Kind::Draining) > draining
             && let Some(page) = self.index.fullest_draining()
         {
             self.set_draining(page, false);
         }
-        let pinned = self.pinned.and_then(|id| self.page_of(id));
         while self.index.pages(Kind::Draining) < draining
             && let Some(page) = self.index.emptiest_in_use(pinned)
         {
@@ -82,6 +87,9 @@ impl Ledger {
     /// Of a page in use.
     pub(crate) fn set_draining(&mut self, page: u32, draining: bool) {
         let entry = self.pages[page as usize];
+        if entry.draining == draining {
+            return;
+        }
         self.set(page, Page { draining: draining && entry.state == PageState::InUse, ..entry });
     }
 }

@@ -125,6 +125,10 @@ impl Reference {
         });
         let pinned = self.pinned.map(|id| self.page(id));
         let mut in_use = self.pages_where(|state| state == PageState::InUse);
+        if self.target == 0 {
+            self.draining = in_use.into_iter().collect(); // that of the pinned block too
+            return;
+        }
         in_use.retain(|page| pinned != Some(*page));
         self.draining.retain(|page| in_use.contains(page));
         let wanted = self.excess().saturating_sub(leaving.len()).min(in_use.len());

@@ -65,6 +65,7 @@ impl Shared {
     ) -> Result<Guard<'_>, PoolError> {
         let mut state = self.lock()?;
         let committed = commit(&mut state.ledger);
+        state.settlements += 1;
         state.beside_bytes = self.mapper.held_beside();
         if let Err(error) = committed {
             let detail = format!("the mapper reported pages that it was not asked about: {error}");

@@ -1,5 +1,7 @@
 //! What a pool is made from.
 
+use std::time::Duration;
+
 use kvcached_ledger::{Layout, RetirePolicy};
 
 /// Shape and policy of one pool.
@@ -15,9 +17,14 @@ pub struct PoolConfig {
     pub min_reserved_bytes: u64,
     /// Idle memory to keep at most. Rounded down to pages; the minimum wins.
     pub max_reserved_bytes: u64,
+    /// How long a call waits at most for driver calls of other threads; a shutdown for the device besides.
+    pub patience: Duration,
 }
 
 impl PoolConfig {
+    /// More than any driver call takes that ends at all.
+    pub const PATIENCE: Duration = Duration::from_secs(10);
+
     pub(crate) fn retire_policy(&self) -> RetirePolicy {
         if self.async_sched { RetirePolicy::Asynchronous } else { RetirePolicy::Synchronous }
     }

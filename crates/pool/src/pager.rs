@@ -4,11 +4,10 @@
 //! It sleeps until a change of the state gives it work (see [`Guard`]), decides under the lock, calls the driver without it.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use crate::error::PoolError;
 use crate::mapper::{Cause, MapFailure};
-use crate::state::{EndFailure, Guard, MAX_WAIT, Phase, Shared};
+use crate::state::{EndFailure, Guard, Phase, Shared};
 
 /// Pages of one driver call. What is not planned yet can still be allocated from, so few; more would gain nothing, for the
 /// driver takes its time for each.
@@ -129,7 +128,7 @@ fn give_all_back<'a>(
     shared: &'a Shared,
     mut state: Guard<'a>,
 ) -> Result<(Guard<'a>, Option<EndFailure>), PoolError> {
-    let deadline = Instant::now() + MAX_WAIT;
+    let deadline = shared.deadline();
     while state.ledger.page_counts().in_motion() > 0 && state.broken.is_none() {
         match state.wait(deadline)? {
             Some(next) => state = next,

@@ -14,7 +14,7 @@ use crate::mapper::{Cause, MapFailure, Mapper};
 use crate::meter::Meter;
 use crate::pager;
 use crate::reserve::{Bounds, Demand};
-use crate::state::{Guard, MAX_WAIT, Phase, Shared, State, Tally};
+use crate::state::{Guard, Phase, Shared, State, Tally};
 use crate::sync::{Condvar, Mutex, thread};
 
 /// Driver calls and waits that one call makes at most, where other threads take what it backed.
@@ -28,6 +28,15 @@ pub struct Pool {
     pub(crate) shared: Arc<Shared>,
     null_block: Option<u32>,
     pager: Option<thread::JoinHandle<()>>,
+}
+
+/// What backing pages on demand came to.
+enum Backing {
+    Done,
+    /// Not backed, but worth another look.
+    Again,
+    /// The device has no memory for them.
+    Short(Cause),
 }
 
 impl Pool {
@@ -49,6 +58,7 @@ impl Pool {
         let shared = Arc::new(Shared {
             page_bytes,
             virtual_bytes: mapper.virtual_bytes(),
+            patience: config.patience,
             owner: Owner::this_process(),
             counts: Counts::default(),
             state: Mutex::new(state),
@@ -130,25 +140,23 @@ impl Pool {
 
     /// Takes these very blocks, backing their pages. Nothing changes unless all of them are free.
     pub fn claim(&self, ids: &[u32]) -> Result<(), PoolError> {
-        let deadline = Instant::now() + MAX_WAIT;
+        let deadline = self.shared.deadline();
         let mut state = self.shared.enter()?;
         for _ in 0..MAX_ROUNDS {
-            let pages = match state.ledger.plan_claim(ids)? {
+            match state.ledger.plan_claim(ids)? {
                 ClaimPlan::Ready => return Ok(state.ledger.claim(ids)?),
-                ClaimPlan::InMotion => vec![],
-                ClaimPlan::Map(plan) => plan,
-            };
-            if !pages.is_empty() {
-                let (next, outcome) = self.back(state, &pages)?;
-                state = next;
-                match outcome {
-                    Ok(()) => continue,
-                    Err(MapFailure::OutOfMemory { .. }) if state.ledger.page_counts().in_motion() > 0 => {}
-                    Err(failure) => return Err(PoolError::from_map(failure, pages.len() as u32)),
+                ClaimPlan::InMotion => {
+                    let Some(next) = self.wait(state, deadline)? else { break };
+                    state = next;
+                }
+                ClaimPlan::Map(pages) => {
+                    let (next, backing) = self.back(state, &pages, deadline)?;
+                    state = next;
+                    if let Backing::Short(source) = backing {
+                        return Err(PoolError::Exhausted { pages: pages.len() as u32, source });
+                    }
                 }
             }
-            let Some(next) = self.wait(state, deadline)? else { break };
-            state = next;
         }
         let source = Cause::from("other threads keep the pages busy");
         Err(PoolError::Exhausted { pages: 1, source })
@@ -217,7 +225,7 @@ impl Pool {
     /// are, at most `n`; they stay on hand as those of [`Pool::keep_on_hand`] do. Where memory is short it asks for half as many
     /// pages, and half again.
     pub fn reserve_demand(&self, n: u32) -> Result<u32, PoolError> {
-        let deadline = Instant::now() + MAX_WAIT;
+        let deadline = self.shared.deadline();
         let mut at_most = u32::MAX;
         let mut state = self.shared.enter()?;
         for _ in 0..MAX_ROUNDS {
@@ -227,25 +235,20 @@ impl Pool {
                 break;
             }
             let pages = state.ledger.plan_backing(n, at_most);
-            let mut short = pages.is_empty();
-            if !short {
-                let (next, outcome) = self.back(state, &pages)?;
+            if pages.is_empty() && state.ledger.block_counts().in_motion > 0 {
+                let Some(next) = self.wait(state, deadline)? else { return self.keep_on_hand(n) };
                 state = next;
-                match outcome {
-                    Ok(()) => {}
-                    Err(MapFailure::OutOfMemory { .. }) => short = true,
-                    Err(failure) => return Err(PoolError::from_map(failure, pages.len() as u32)),
-                }
+                continue;
             }
-            match (short, state.ledger.page_counts().in_motion() > 0, pages.len()) {
-                (false, ..) => {}
-                // Memory may be on its way back.
-                (true, true, _) => match self.wait(state, deadline)? {
-                    Some(next) => state = next,
-                    None => return self.keep_on_hand(n),
-                },
-                (true, false, 2..) => at_most = pages.len() as u32 / 2,
-                (true, false, _) => break,
+            if pages.is_empty() {
+                break;
+            }
+            let (next, backing) = self.back(state, &pages, deadline)?;
+            state = next;
+            match backing {
+                Backing::Done | Backing::Again => {}
+                Backing::Short(_) if pages.len() > 1 => at_most = pages.len() as u32 / 2,
+                Backing::Short(_) => break,
             }
         }
         Ok(n.min(state.ledger.backed_free_blocks()))
@@ -291,6 +294,7 @@ impl Pool {
     ///
     /// `revision`: greater than that of the limit that stands, so that a late request cannot undo a newer one; `None`: the next.
     pub fn set_limit(&self, limit_bytes: u64, revision: Option<u64>) -> Result<MemoryLimit, PoolError> {
+        let beside = self.shared.mapper.held_beside();
         let mut state = self.shared.enter()?;
         let num_pages = state.ledger.layout().num_pages();
         let request = Standing {
@@ -311,7 +315,7 @@ impl Pool {
             let reason = Some(self.lost_beyond(lost, request.bytes));
             return Ok(MemoryLimit { state: LimitState::Rejected, reason, ..self.standing(&state) });
         }
-        state.pager.trim_mapper |= pages < state.ledger.target();
+        state.pager.trim_mapper |= beside > 0 && pages < state.ledger.target();
         state.pager.unmapping_refused = false;
         state.ledger.set_target(pages);
         state.limit = request;
@@ -356,7 +360,7 @@ impl Pool {
     /// comes back when pages are next taken.
     pub fn trim(&self) -> Result<u64, PoolError> {
         let shared = &self.shared;
-        let deadline = Instant::now() + MAX_WAIT;
+        let deadline = self.shared.deadline();
         let beside = shared.mapper.held_beside();
         let mut state = shared.enter()?;
         state.demand.forget();
@@ -400,7 +404,7 @@ impl Pool {
     /// whatever the device does. Returns the bytes of pages in an unknown state, which go with the addresses.
     pub fn shutdown(&self) -> Result<u64, PoolError> {
         let shared = &self.shared;
-        let deadline = Instant::now() + 2 * MAX_WAIT;
+        let deadline = shared.deadline() + shared.patience;
         let mut state = shared.lock()?;
         if state.phase == Phase::Open {
             state.phase = Phase::Ending;
@@ -434,49 +438,63 @@ impl Pool {
         need: impl Fn(&Ledger) -> u32,
         mut take: impl FnMut(&mut State) -> Option<T>,
     ) -> Result<Option<T>, PoolError> {
-        let mut deadline = None;
-        let mut refused = false;
         let mut state = self.shared.enter()?;
+        if let Some(taken) = take(&mut state) {
+            return Ok(Some(taken)); // mostly so, and then without a look at the clock
+        }
+        let deadline = self.shared.deadline();
         for _ in 0..MAX_ROUNDS {
-            if let Some(taken) = take(&mut state) {
-                return Ok(Some(taken));
-            }
             let need = need(&state.ledger);
-            let moving = state.ledger.block_counts().in_motion;
-            if state.ledger.available_blocks() < need || (refused && moving == 0) {
+            if state.ledger.available_blocks() < need {
                 return Ok(None);
             }
-            // What moves is about to be on hand, or to be memory again.
-            if refused || state.ledger.available_blocks() - moving < need {
-                let deadline = *deadline.get_or_insert_with(|| Instant::now() + MAX_WAIT);
+            if state.ledger.backed_free_blocks() + state.ledger.block_counts().unbacked < need {
                 let Some(next) = self.wait(state, deadline)? else { return Ok(None) };
-                (state, refused) = (next, false);
-                continue;
+                state = next;
+            } else {
+                let pages = state.ledger.plan_backing(need, u32::MAX);
+                let (next, backing) = self.back(state, &pages, deadline)?;
+                state = next;
+                if let Backing::Short(_) = backing {
+                    return Ok(take(&mut state)); // somebody may have freed meanwhile
+                }
             }
-            let pages = state.ledger.plan_backing(need, u32::MAX);
-            let (next, outcome) = self.back(state, &pages)?;
-            state = next;
-            match outcome {
-                Ok(()) => {}
-                Err(MapFailure::OutOfMemory { .. }) => refused = true,
-                Err(failure) => return Err(PoolError::from_map(failure, pages.len() as u32)),
+            if let Some(taken) = take(&mut state) {
+                return Ok(Some(taken));
             }
         }
         Ok(None)
     }
 
-    /// [`Shared::back`], on demand of a caller.
+    /// [`Shared::back`], on demand of a caller. Where the device refuses while memory of this pool is on its way back, or came
+    /// back meanwhile, nothing is known yet.
     fn back<'a>(
         &'a self,
         state: Guard<'a>,
         pages: &[u32],
-    ) -> Result<(Guard<'a>, Result<(), MapFailure>), PoolError> {
+        deadline: Instant,
+    ) -> Result<(Guard<'a>, Backing), PoolError> {
+        let settled = state.settlements;
         let (mut state, outcome) = self.shared.back(state, pages)?;
         state.still_open()?;
-        if outcome.is_ok() {
-            state.tally.on_demand += pages.len() as u64;
+        let source = match outcome {
+            Ok(()) => {
+                state.tally.on_demand += pages.len() as u64;
+                return Ok((state, Backing::Done));
+            }
+            Err(MapFailure::OutOfMemory { source }) => source,
+            Err(failure) => return Err(PoolError::from_map(failure, pages.len() as u32)),
+        };
+        if state.settlements > settled + 1 {
+            return Ok((state, Backing::Again));
         }
-        Ok((state, outcome))
+        if state.ledger.page_counts().in_motion() == 0 {
+            return Ok((state, Backing::Short(source)));
+        }
+        match self.wait(state, deadline)? {
+            Some(state) => Ok((state, Backing::Again)),
+            None => Ok((self.shared.enter()?, Backing::Short(source))),
+        }
     }
 
     /// Waits for a change. `None`: there was none before `deadline`.

@@ -14,9 +14,10 @@ pub(crate) struct Bounds {
     pub max: u32,
 }
 
-/// How many pages to have mapped ahead: as many as were taken of late, within the bounds.
+/// How many pages to have mapped ahead: as many as were taken of late, from the minimum to half the maximum.
 ///
-/// Pages between that number and the maximum are neither mapped nor given back, so that a steady load costs no driver calls.
+/// Pages between that number and the maximum are neither mapped nor given back, so that pages that come and go cost no driver
+/// calls.
 #[derive(Debug, Clone)]
 pub(crate) struct Demand {
     bounds: Bounds,
@@ -37,7 +38,8 @@ impl Demand {
         let half_lives = now.saturating_duration_since(self.noted).as_secs_f64() / HALF_LIFE.as_secs_f64();
         self.recent = self.recent * 0.5f64.powf(half_lives) + f64::from(pages);
         self.noted = now;
-        self.ahead = (self.recent.ceil() as u32).clamp(self.bounds.min, self.bounds.max);
+        let Bounds { min, max } = self.bounds;
+        self.ahead = (self.recent.ceil() as u32).clamp(min, min.max(max / 2));
     }
 
     /// Nothing is mapped ahead before pages are taken again: somebody has asked for the memory.
@@ -71,20 +73,25 @@ mod tests {
     }
 
     #[test]
-    fn the_minimum_is_there_from_the_start_and_the_maximum_is_never_passed() {
-        let (mut demand, now) = demand(2, 5);
+    fn the_minimum_is_there_from_the_start_and_half_the_maximum_is_never_passed() {
+        let (mut demand, now) = demand(2, 7);
         assert_eq!(demand.ahead(), 0);
         demand.start();
         assert_eq!(demand.ahead(), 2);
         demand.note(1, now);
         assert_eq!(demand.ahead(), 2);
         demand.note(100, now);
-        assert_eq!((demand.ahead(), demand.keep()), (5, 5));
+        assert_eq!((demand.ahead(), demand.keep()), (3, 7));
+        for (min, max, ahead) in [(0, 0, 0), (0, 1, 0), (0, 2, 1), (3, 3, 3), (3, 4, 3)] {
+            let mut demand = Demand::new(Bounds { min, max }, now);
+            demand.note(9, now);
+            assert_eq!(demand.ahead(), ahead);
+        }
     }
 
     #[test]
     fn what_was_taken_long_ago_counts_less() {
-        let (mut demand, now) = demand(0, 100);
+        let (mut demand, now) = demand(0, 200);
         demand.note(64, now);
         assert_eq!(demand.ahead(), 64);
         demand.note(0, now + HALF_LIFE);
@@ -106,7 +113,7 @@ mod tests {
 
     #[test]
     fn forgotten_until_pages_are_taken_again() {
-        let (mut demand, now) = demand(2, 5);
+        let (mut demand, now) = demand(2, 8);
         demand.note(4, now);
         demand.forget();
         assert_eq!(demand.ahead(), 0);

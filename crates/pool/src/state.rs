@@ -18,14 +18,13 @@ use crate::meter::{Meter, Usage};
 use crate::reserve::Demand;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
-/// How long a call waits for driver calls of other threads, all in all.
-pub(crate) const MAX_WAIT: Duration = Duration::from_secs(10);
-
 /// A pool, as its callers and its pager see it.
 pub(crate) struct Shared {
     pub mapper: Arc<dyn Mapper>,
     pub page_bytes: u64,
     pub virtual_bytes: u64,
+    /// How long a call waits for driver calls of other threads, all in all.
+    pub patience: Duration,
     pub owner: Owner,
     pub counts: Counts,
     /// Never locked across a call of `mapper`.
@@ -52,6 +51,8 @@ pub(crate) struct State {
     /// Who is told how much is mapped; None once the pool is shut down and has nothing left to tell, so that the row
     /// it had is free for another pool.
     pub meter: Option<Arc<dyn Meter>>,
+    /// Driver calls that have ended.
+    pub settlements: u64,
     /// What the mapper held beside the pages when a driver call last ended.
     pub beside_bytes: u64,
     /// What was last told to the meter.
@@ -129,6 +130,7 @@ impl State {
             phase: Phase::Open,
             broken: None,
             meter: Some(meter),
+            settlements: 0,
             beside_bytes: 0,
             published: None,
             waiting: 0,
@@ -224,6 +226,11 @@ impl Shared {
     pub fn lock(&self) -> Result<Guard<'_>, PoolError> {
         self.owner.check()?;
         Ok(Guard::over(self, self.state.lock().map_err(|_| poisoned())?))
+    }
+
+    /// When a call that begins now has waited long enough.
+    pub fn deadline(&self) -> Instant {
+        Instant::now() + self.patience
     }
 
     /// [`Shared::lock`], of a pool that serves.

@@ -271,7 +271,7 @@ fn clear_waits_for_the_device_and_keeps_the_reserve() {
     pool.free(&ids[..4]).unwrap();
     fake.calls();
     pool.clear().unwrap();
-    assert_eq!(fake.calls(), [Call::Synchronise, Call::Unmap(vec![3, 2, 1])], "the fourth was backed ahead");
+    assert_eq!(fake.calls(), [Call::Synchronise, Call::Unmap(vec![2, 1])]);
     assert_eq!((pool.available().unwrap(), pool.backed().unwrap()), (40, 4));
     let ids = pool.alloc(4).unwrap().unwrap();
     fake.fail_at(0, Fault::Refused);

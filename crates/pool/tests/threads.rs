@@ -3,12 +3,13 @@
 
 mod fake;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier, mpsc};
 use std::time::Duration;
 
+use fake::gate::Gate;
 use fake::{Fake, PAGE_BYTES, check, config, pool_over};
-use kvcached_pool::{Cause, MapFailure, Mapper, NoMeter, Pool, PoolConfig, PoolError, UnmapFailure};
+use kvcached_pool::{NoMeter, Pool, PoolConfig, PoolError};
 
 const THREADS: u64 = 4;
 const ROUNDS: u32 = 3000;
@@ -82,47 +83,6 @@ fn four_threads_asynchronous_short_of_memory() {
     hammer(true, Some(7));
 }
 
-/// Maps and unmaps only when told to.
-struct Gate {
-    entered: std::sync::Mutex<mpsc::Sender<()>>,
-    leave: Barrier,
-}
-
-impl Gate {
-    fn new() -> (Arc<Self>, mpsc::Receiver<()>) {
-        let (sender, receiver) = mpsc::channel();
-        (Arc::new(Gate { entered: sender.into(), leave: Barrier::new(2) }), receiver)
-    }
-
-    fn pass(&self) {
-        self.entered.lock().unwrap().send(()).unwrap();
-        self.leave.wait();
-    }
-}
-
-impl Mapper for Gate {
-    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
-        self.pass();
-        Ok(pages.to_vec())
-    }
-    fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
-        self.pass();
-        Ok(())
-    }
-    fn synchronise(&self) -> Result<(), Cause> {
-        Ok(())
-    }
-    fn room(&self) -> Result<u64, Cause> {
-        Ok(0)
-    }
-    fn page_bytes(&self) -> u64 {
-        PAGE_BYTES
-    }
-    fn virtual_bytes(&self) -> u64 {
-        0
-    }
-}
-
 #[test]
 fn nobody_waits_for_a_driver_call_that_it_does_not_need() {
     let (gate, entered) = Gate::new();
@@ -142,14 +102,14 @@ fn nobody_waits_for_a_driver_call_that_it_does_not_need() {
     });
     std::thread::sleep(Duration::from_millis(20));
     assert!(!waiting.is_finished());
-    gate.leave.wait();
+    gate.open();
     let (first, second) = (slow.join().unwrap().unwrap(), waiting.join().unwrap().unwrap());
     assert_eq!((first.len(), second.len()), (5, 3));
     assert!(first.iter().all(|id| !second.contains(id)));
     // Leaving: both pages at once.
     let closing = std::thread::spawn(move || pool.shutdown());
     entered.recv().unwrap();
-    gate.leave.wait();
+    gate.open();
     closing.join().unwrap().unwrap();
 }
 
@@ -170,10 +130,10 @@ fn shutdown_waits_for_the_driver_call_of_another_thread() {
         std::thread::yield_now();
     }
     assert!(!closing.is_finished());
-    gate.leave.wait(); // the map ends: its page is backed, its caller is too late
+    gate.open(); // the map ends: its page is backed, its caller is too late
     assert!(matches!(slow.join().unwrap(), Err(PoolError::Shutdown)));
     entered.recv().unwrap(); // and shutdown unmaps it
-    gate.leave.wait();
+    gate.open();
     closing.join().unwrap().unwrap();
     assert_eq!(pool.stats().unwrap().pages.free, 2);
 }

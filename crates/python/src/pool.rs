@@ -83,6 +83,7 @@ impl Pool {
             async_sched,
             min_reserved_bytes,
             max_reserved_bytes,
+            patience: PoolConfig::PATIENCE,
         };
         let meter: Arc<dyn Meter> = match record {
             None => Arc::new(NoMeter),

@@ -1,6 +1,8 @@
 //! A mapper without memory: records calls, checks the laws, fails where it is told to.
 #![allow(dead_code)] // each test binary uses its part
 
+pub mod gate;
+
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -29,6 +31,7 @@ pub enum Call {
     Unmap(Vec<u32>),
     Synchronise,
     Room,
+    Trim,
 }
 
 #[derive(Default)]
@@ -39,6 +42,7 @@ pub struct Inner {
     pub violations: Vec<String>,
     pub out_of_memory: u32,
     pub faults: u32,
+    beside_bytes: u64,
     budget_pages: Option<usize>,
     fault: Option<(usize, Fault)>,
     seen: usize,
@@ -68,6 +72,11 @@ impl Fake {
 
     pub fn set_budget(&self, pages: usize) {
         self.inner().budget_pages = Some(pages);
+    }
+
+    /// What is held beside the pages from now on.
+    pub fn keep_beside(&self, bytes: u64) {
+        self.inner().beside_bytes = bytes;
     }
 
     pub fn mapped(&self) -> Vec<u32> {
@@ -173,6 +182,15 @@ impl Mapper for Fake {
         fault.map_or(Ok(pages as u64 * PAGE_BYTES + PAGE_BYTES / 2), |_| Err("device is gone".into()))
     }
 
+    fn held_beside(&self) -> u64 {
+        self.inner().beside_bytes
+    }
+
+    fn trim(&self) -> Result<u64, Cause> {
+        let (mut inner, fault) = self.begin(Call::Trim);
+        fault.map_or(Ok(std::mem::take(&mut inner.beside_bytes)), |_| Err("device is gone".into()))
+    }
+
     fn page_bytes(&self) -> u64 {
         PAGE_BYTES
     }
@@ -197,6 +215,7 @@ pub fn config(num_blocks: u32) -> PoolConfig {
         async_sched: false,
         min_reserved_bytes: 0,
         max_reserved_bytes: 0,
+        patience: PoolConfig::PATIENCE,
     }
 }
 

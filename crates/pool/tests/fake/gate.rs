@@ -1,0 +1,60 @@
+//! A mapper that waits for the test, in the middle of each call.
+
+use std::sync::{Arc, Condvar, Mutex, mpsc};
+
+use kvcached_pool::{Cause, MapFailure, Mapper, UnmapFailure};
+
+use super::PAGE_BYTES;
+
+/// Maps and unmaps only when told to.
+pub struct Gate {
+    entered: Mutex<mpsc::Sender<()>>,
+    /// Calls that may leave.
+    permits: Mutex<u32>,
+    permitted: Condvar,
+}
+
+impl Gate {
+    pub fn new() -> (Arc<Self>, mpsc::Receiver<()>) {
+        let (sender, receiver) = mpsc::channel();
+        (
+            Arc::new(Gate { entered: sender.into(), permits: Mutex::default(), permitted: Condvar::new() }),
+            receiver,
+        )
+    }
+
+    fn pass(&self) {
+        self.entered.lock().unwrap().send(()).unwrap();
+        let permits = self.permits.lock().unwrap();
+        *self.permitted.wait_while(permits, |permits| *permits == 0).unwrap() -= 1;
+    }
+
+    /// Lets one call leave.
+    pub fn open(&self) {
+        *self.permits.lock().unwrap() += 1;
+        self.permitted.notify_one();
+    }
+}
+
+impl Mapper for Gate {
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        self.pass();
+        Ok(pages.to_vec())
+    }
+    fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+        self.pass();
+        Ok(())
+    }
+    fn synchronise(&self) -> Result<(), Cause> {
+        Ok(())
+    }
+    fn room(&self) -> Result<u64, Cause> {
+        Ok(0)
+    }
+    fn page_bytes(&self) -> u64 {
+        PAGE_BYTES
+    }
+    fn virtual_bytes(&self) -> u64 {
+        0
+    }
+}

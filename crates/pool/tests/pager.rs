@@ -1,0 +1,280 @@
+//! What the background thread does, and what nobody waits for.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod fake;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fake::gate::Gate;
+use fake::{Call, Fake, Fault, PAGE_BYTES, check, config, pool};
+use kvcached_pool::{NoMeter, Pool, PoolConfig, PoolError};
+
+fn with_reserve(min: u64, max: u64) -> PoolConfig {
+    PoolConfig { min_reserved_bytes: min * PAGE_BYTES, max_reserved_bytes: max * PAGE_BYTES, ..config(80) }
+}
+
+#[test]
+fn the_reserve_is_mapped_ahead_of_those_who_take_pages() {
+    let (fake, pool) = pool(with_reserve(0, 6));
+    assert_eq!(fake.mapped(), [0u32; 0], "an idle pool takes nothing");
+    let first = pool.alloc(4).unwrap().unwrap();
+    assert_eq!(fake.mapped(), [0, 1]);
+    pool.alloc(4).unwrap().unwrap();
+    pool.alloc(4).unwrap().unwrap();
+    assert!(fake.mapped().len() > 3 && fake.mapped().len() <= 6, "{:?}", fake.mapped());
+    let tally = pool.stats().unwrap().tally;
+    assert_eq!(tally.on_demand, 1, "only the first had to wait for the driver");
+    assert_eq!((tally.on_demand + tally.ahead) as usize, fake.mapped().len());
+    pool.alloc(40).unwrap().unwrap();
+    assert_eq!(pool.stats().unwrap().pages.reserved, 3, "never more than half the maximum");
+    // Between that and the maximum a page comes and goes without a driver call.
+    fake.calls();
+    pool.free(&first).unwrap();
+    check(&fake, &pool);
+    assert_eq!(fake.calls(), []);
+}
+
+#[test]
+fn the_minimum_comes_back_when_it_is_taken_and_after_a_trim_with_the_next_demand() {
+    let (fake, pool) = pool(with_reserve(2, 2));
+    assert_eq!(fake.mapped(), [0, 1]);
+    pool.alloc(1).unwrap().unwrap();
+    assert_eq!(pool.stats().unwrap().pages.reserved, 2);
+    assert_eq!(pool.trim().unwrap(), 2 * PAGE_BYTES);
+    pool.alloc(1).unwrap().unwrap();
+    assert_eq!(fake.mapped(), [0], "nobody took a page");
+    pool.alloc(4).unwrap().unwrap();
+    assert_eq!(pool.stats().unwrap().pages.reserved, 2);
+    check(&fake, &pool);
+}
+
+#[test]
+fn a_refused_reserve_is_not_asked_for_again_and_again() {
+    let (fake, pool) = pool(with_reserve(0, 6));
+    fake.set_budget(1);
+    pool.alloc(1).unwrap().unwrap();
+    let refused = fake.counts().0;
+    assert_eq!(refused, 1);
+    for _ in 0..3 {
+        pool.alloc(1).unwrap().unwrap();
+    }
+    assert_eq!(fake.counts().0, refused, "the same page: nothing new");
+    assert_eq!(pool.stats().unwrap().tally.failures, 0, "no fault, but load");
+    fake.set_budget(9);
+    pool.refresh_credit(0).unwrap();
+    assert!(pool.stats().unwrap().pages.reserved > 0, "room was seen");
+}
+
+#[test]
+fn a_page_that_could_not_leave_is_tried_again_with_the_next_that_may() {
+    for fault in [Fault::Refused, Fault::Driver] {
+        let (fake, pool) = pool(PoolConfig { async_sched: true, ..config(80) });
+        let ids = pool.alloc(12).unwrap().unwrap();
+        fake.fail_at(0, fault);
+        pool.free(&ids[..4]).unwrap();
+        assert_eq!((fake.mapped(), pool.stats().unwrap().tally.failures), (vec![0, 1, 2], 1));
+        assert_eq!(fake.calls().len(), 2, "once");
+        let epoch = pool.begin_epoch().unwrap();
+        assert_eq!(fake.calls(), []);
+        // Nothing was retired meanwhile: the failure kept everything as it was, for this.
+        pool.release_through(epoch).unwrap();
+        assert_eq!(fake.mapped(), [1, 2]);
+        check(&fake, &pool);
+    }
+}
+
+#[test]
+fn freeing_does_not_wait_for_the_driver() {
+    let (gate, entered) = Gate::new();
+    let pool = Arc::new(Pool::new(config(8), gate.clone(), Arc::new(NoMeter)).unwrap());
+    let allocating = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.alloc(8).unwrap().unwrap()
+    });
+    entered.recv().unwrap();
+    gate.open();
+    let ids = allocating.join().unwrap();
+    pool.free(&ids[..4]).unwrap();
+    entered.recv().unwrap(); // the pager is in the driver, and stays there
+    assert!(!pool.quiesce(Duration::from_millis(20)).unwrap());
+    pool.free(&ids[4..6]).unwrap();
+    assert_eq!(pool.alloc_on_hand(2).unwrap().unwrap(), [5, 6]);
+    assert_eq!(pool.alloc_on_hand(1).unwrap(), None);
+    assert_eq!((pool.available().unwrap(), pool.backed().unwrap(), pool.held().unwrap()), (4, 0, 4));
+    // Who needs that page waits for it; who finds another block meanwhile is not kept.
+    let waiting = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.alloc(1).unwrap().unwrap()
+    });
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!waiting.is_finished());
+    pool.free(&ids[6..7]).unwrap();
+    assert_eq!(waiting.join().unwrap(), [7], "woken by a free, not by the driver");
+    gate.open();
+    assert!(pool.quiesce(Duration::from_secs(10)).unwrap());
+    let closing = std::thread::spawn(move || pool.shutdown().unwrap());
+    entered.recv().unwrap();
+    gate.open();
+    assert_eq!(closing.join().unwrap(), 0);
+}
+
+#[test]
+fn waiters_are_woken_by_a_limit_that_grows() {
+    let (gate, entered) = Gate::new();
+    let pool = Arc::new(Pool::new(config(8), gate.clone(), Arc::new(NoMeter)).unwrap());
+    pool.set_limit(PAGE_BYTES, None).unwrap();
+    let [slow, waiting] = [0, 1].map(|_| {
+        let pool = pool.clone();
+        std::thread::spawn(move || pool.alloc(4).unwrap())
+    });
+    entered.recv().unwrap(); // one of them maps the only page, the other waits for it
+    std::thread::sleep(Duration::from_millis(20));
+    pool.set_limit(2 * PAGE_BYTES, None).unwrap();
+    entered.recv_timeout(Duration::from_secs(5)).unwrap(); // and now maps another
+    gate.open();
+    gate.open();
+    let ids = [slow, waiting].map(|thread| thread.join().unwrap().unwrap());
+    assert_ne!(ids[0], ids[1]);
+    let closing = std::thread::spawn(move || pool.shutdown().unwrap());
+    entered.recv().unwrap();
+    gate.open();
+    closing.join().unwrap();
+}
+
+#[test]
+fn what_somebody_was_told_is_on_hand_does_not_leave() {
+    let (fake, pool) = pool(PoolConfig { async_sched: true, ..config(80) });
+    assert_eq!(pool.reserve_demand(10).unwrap(), 10);
+    assert_eq!((pool.keep_on_hand(4).unwrap(), pool.keep_on_hand(99).unwrap()), (4, 12));
+    fake.set_budget(3);
+    assert_eq!(pool.alloc_on_hand(12).unwrap().unwrap().len(), 12);
+    pool.clear().unwrap();
+    assert_eq!(fake.mapped(), [0u32; 0], "allocated, and kept no longer");
+    for ends in [true, false] {
+        assert_eq!(pool.reserve_demand(8).unwrap(), 8);
+        assert_eq!(fake.mapped(), [0, 1]);
+        if ends {
+            pool.release_through(0).unwrap();
+        } else {
+            pool.begin_epoch().unwrap();
+        }
+        assert_eq!(fake.mapped(), [0u32; 0], "until an epoch begins or ends");
+    }
+    check(&fake, &pool);
+}
+
+#[test]
+fn a_shutdown_ends_though_the_driver_does_not() {
+    let (gate, entered) = Gate::new();
+    let config = PoolConfig { patience: Duration::from_millis(50), ..config(8) };
+    let pool = Arc::new(Pool::new(config, gate.clone(), Arc::new(NoMeter)).unwrap());
+    let stuck = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.alloc(1)
+    });
+    entered.recv().unwrap();
+    let began = Instant::now();
+    let error = pool.shutdown().unwrap_err();
+    assert!(error.to_string().contains("did not end in time"), "{error}");
+    assert!(began.elapsed() < Duration::from_secs(5));
+    assert!(matches!(pool.alloc(1), Err(PoolError::Shutdown)));
+    gate.open();
+    assert!(matches!(stuck.join().unwrap(), Err(PoolError::Shutdown)));
+    // Another call finds what was left.
+    let closing = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.shutdown()
+    });
+    entered.recv().unwrap();
+    gate.open();
+    assert_eq!(closing.join().unwrap().unwrap(), 0);
+    assert_eq!(pool.stats().unwrap().pages.free, 2);
+}
+
+#[test]
+fn a_shutdown_that_failed_is_tried_again() {
+    let (fake, pool) = pool(config(40));
+    pool.alloc(9).unwrap().unwrap();
+    for k in 0..2 {
+        fake.fail_at(k, Fault::Refused); // the synchronise, then the unmap
+        assert!(matches!(pool.shutdown(), Err(PoolError::Driver { .. })));
+        assert_eq!(fake.mapped(), [0, 1, 2]);
+    }
+    assert_eq!(pool.shutdown().unwrap(), 0);
+    assert_eq!(fake.mapped(), [0u32; 0]);
+    fake.calls();
+    assert_eq!(pool.shutdown().unwrap(), 0);
+    assert_eq!(fake.calls(), [], "nothing left to do");
+    check(&fake, &pool);
+}
+
+#[test]
+fn a_pool_that_is_dropped_before_its_driver_answers_does_not_hang() {
+    let (gate, entered) = Gate::new();
+    let config = PoolConfig { patience: Duration::from_millis(50), ..config(8) };
+    let pool = Pool::new(config, gate.clone(), Arc::new(NoMeter)).unwrap();
+    std::thread::scope(|scope| {
+        let slow = scope.spawn(|| pool.alloc(8).unwrap().unwrap());
+        entered.recv().unwrap();
+        gate.open();
+        let ids = slow.join().unwrap();
+        pool.free(&ids).unwrap();
+    });
+    entered.recv().unwrap(); // the pager, in the driver
+    let began = Instant::now();
+    drop(pool);
+    assert!(began.elapsed() < Duration::from_secs(5));
+    gate.open();
+    // Nobody waits for it any longer; it ends by itself.
+    while Arc::strong_count(&gate) > 1 {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn counts_are_read_while_somebody_holds_the_lock() {
+    /// Holds up whoever publishes figures, under the lock.
+    struct Slow(std::sync::Mutex<()>);
+    impl kvcached_pool::Meter for Slow {
+        fn publish(&self, _usage: &kvcached_pool::Usage) {
+            drop(self.0.lock().unwrap());
+        }
+    }
+    let slow = Arc::new(Slow(std::sync::Mutex::default()));
+    let fake = Arc::new(Fake::default());
+    let pool = Arc::new(Pool::new(config(40), fake, slow.clone()).unwrap());
+    let held = slow.0.lock().unwrap();
+    let allocating = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.alloc(5)
+    });
+    std::thread::sleep(Duration::from_millis(20));
+    let reading = std::thread::spawn({
+        let pool = pool.clone();
+        move || {
+            let counts = [pool.available(), pool.backed(), pool.promised(), pool.held()];
+            counts.map(Result::unwrap)
+        }
+    });
+    let began = Instant::now();
+    while !reading.is_finished() && began.elapsed() < Duration::from_secs(5) {
+        std::thread::yield_now();
+    }
+    assert!(reading.is_finished(), "a count waits for the lock");
+    drop(held);
+    reading.join().unwrap();
+    allocating.join().unwrap().unwrap();
+    assert_eq!((pool.available().unwrap(), pool.held().unwrap()), (35, 5));
+}
+
+#[test]
+fn a_steady_load_makes_no_driver_calls() {
+    let (fake, pool) = pool(with_reserve(0, 2));
+    for _ in 0..50 {
+        let ids = pool.alloc(4).unwrap().unwrap();
+        pool.free(&ids).unwrap();
+    }
+    let calls = fake.calls();
+    assert!(calls.iter().all(|call| matches!(call, Call::Map(_))) && calls.len() <= 3, "{calls:?}");
+}
