@@ -19,33 +19,42 @@ from __future__ import annotations
 
 import argparse
 import collections
-import ctypes
 import fnmatch
 import json
 import os
 import pathlib
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from bench import peer as peers
+from bench.peer import PEER_PAGE_BYTES, call_any
+from bench.processes import (
+    ROOT,
+    Sample,
+    built,
+    built_calls,
+    counted_calls,
+    last_words,
+    machine,
+    report,
+    run,
+    sample_of,
+)
+from bench.tables import number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 MIB, GIB = 1 << 20, 1 << 30
 LAYERS, BUFFERS = 32, 64
 BLOCK_BYTES = 32 << 10  # 16 tokens of 8 heads of 128, in 16 bits: the K or the V of one layer of an 8B model
-PEER_PAGE_BYTES = 2 * MIB
 PEER_LAYOUTS = {"chunked": "contiguous", "per-layer": "per layer"}
 PROCESS_LIMIT_S = 60
-SAMPLE = "SAMPLE "
-
-Sample = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -85,10 +94,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.sample: Sample = {}
-        try:
-            self._count: Callable[[], int] | None = ctypes.CDLL(None).counted_calls
-        except AttributeError:  # bench/calls.c is not loaded
-            self._count = None
+        self._count = counted_calls()
 
     def time(self, name: str, work: Callable[[], object]) -> None:
         """Do it once."""
@@ -152,11 +158,6 @@ def check_backed(sample: Sample) -> None:
         raise SystemExit(f"{backed / MIB:,.0f} MiB were backed, the device says {seen / MIB:,.0f}")
 
 
-def report(sample: Sample) -> None:
-    """To the process that started this one; the last one counts."""
-    print(SAMPLE + json.dumps(sample), flush=True)
-
-
 class Ours:
     """kvcached's `FTensor`."""
 
@@ -215,21 +216,6 @@ def ours(case: Case, args: argparse.Namespace) -> Sample:
     return meter.sample
 
 
-def call_any(function: Callable[..., Any], *forms: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """Calls it in the first form that its signature takes."""
-    errors = []
-    for arguments, keywords in forms:
-        try:
-            answer = function(*arguments, **keywords)
-        except TypeError as error:
-            errors.append(f"{error}: {arguments} {keywords}")
-            continue
-        if answer is False:
-            raise SystemExit(f"{function.__name__}{arguments} {keywords} answered False")
-        return answer
-    raise SystemExit(f"{function.__name__} takes none of: " + "; ".join(errors))
-
-
 class Peer:
     """The public package, by the functions that it documents."""
 
@@ -244,25 +230,10 @@ class Peer:
         self._torch, self._ops = torch, vmm_ops
         size = args.whole_bytes // LAYERS
 
-        def init() -> None:
-            call_any(
-                vmm_ops.init_kvcached,
-                ((device, 0, contiguous), {}),
-                ((device,), {"page_size": 0, "contiguous_layout": contiguous}),
-                ((device, PEER_PAGE_BYTES, contiguous), {}),
-                ((torch.device(device), 0, contiguous), {}),
-            )
-
         def create() -> None:
-            self.tensors = call_any(
-                vmm_ops.create_kv_tensors,
-                ((size, 2, device, LAYERS, 2, 0), {}),
-                ((size, 2, device, LAYERS), {"num_kv_buffers": 2}),
-                ((size, 2, device, LAYERS), {}),
-                ((size, 2, torch.device(device), LAYERS), {}),
-            )
+            self.tensors = peers.create(vmm_ops, device, size, LAYERS)
 
-        meter.time("init", init)
+        meter.time("init", lambda: peers.init(vmm_ops, device, contiguous=contiguous))
         meter.time("create", create)
         shown = (f"{tuple(getattr(t, 'shape', ()))} {getattr(t, 'dtype', '')}" for t in self.tensors)
         meter.sample["tensors"] = dict(collections.Counter(shown))
@@ -318,21 +289,6 @@ class Way(NamedTuple):
     stride: str
 
 
-def last_words(text: str) -> str:
-    return "\n".join(f"    | {line[:300]}" for line in text.splitlines()[-12:])
-
-
-def run(command: list[str], env: dict[str, str] | None = None) -> tuple[str, str, int]:
-    """Output, errors and exit code of a process that ends in time."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"no end after {PROCESS_LIMIT_S} s") from error
-    return done.stdout, done.stderr, done.returncode
-
-
 class Runner:
     """Starts the measuring processes."""
 
@@ -342,23 +298,9 @@ class Runner:
         self._floor = self._calls = None
         if args.device == "cpu":
             return
-        nvcc, cc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc", shutil.which("cc") or "gcc"
-        self._floor = self._built(folder / "floor", [nvcc, "-O2", ROOT / "bench" / "floor.cu", "-lcuda"])
-        self._calls = self._built(
-            folder / "calls.so", [cc, "-O2", "-shared", "-fPIC", ROOT / "bench" / "calls.c", "-ldl"]
-        )
-
-    @staticmethod
-    def _built(result: pathlib.Path, command: list[str | pathlib.Path]) -> pathlib.Path | None:
-        try:
-            done = subprocess.run([*command, "-o", result], capture_output=True, text=True, check=False)
-        except OSError as error:
-            print(f"{result.name} is not built: {error}", flush=True)
-            return None
-        if done.returncode:
-            print(f"{result.name} is not built:\n{last_words(done.stderr)}", flush=True)
-            return None
-        return result
+        nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+        self._floor = built(folder / "floor", [nvcc, "-O2", ROOT / "bench" / "floor.cu", "-lcuda"])
+        self._calls = built_calls(folder)
 
     def whos(self, case: Case) -> list[str]:
         """Whom this case measures."""
@@ -390,20 +332,15 @@ class Runner:
     def _floor_sample(self, case: Case) -> Sample | None:
         args, handle_mib = self._args, case.page_mib // case.width
         sizes = [case.width, handle_mib, args.total_bytes // MIB, args.whole_bytes // MIB]
-        try:
-            out, err, code = run([str(self._floor), case.unbacked, *map(str, sizes)])
-            if code:
-                raise RuntimeError(f"exit {code}\n{last_words(err)}")
-            return json.loads(out)
-        except RuntimeError as error:
-            print(f"FAILED floor {case.name}: {error}", flush=True)
+        ended = run([str(self._floor), case.unbacked, *map(str, sizes)], limit_s=PROCESS_LIMIT_S)
+        if ended.trouble:
+            print(f"FAILED floor {case.name}: {ended.trouble}\n{last_words(ended.err)}", flush=True)
             return None
+        return json.loads(ended.out)
 
     def _child(self, who: str, case: Case, way: Way) -> Sample:
-        args, env = self._args, dict(os.environ)
-        if who == "peer":  # ours is not on its path, and nothing of it acts on engines
-            env = {key: value for key, value in env.items() if "KVCACHED" not in key}
-            env["PYTHONPATH"] = args.peer
+        args = self._args
+        env = peers.environment(args.peer) if who == "peer" else dict(os.environ)
         if way.counting:
             env["LD_PRELOAD"] = str(self._calls)
         command = [
@@ -419,13 +356,10 @@ class Runner:
         ]
         command += ["--device", args.device, "--cases", case.name]
         command += ["--total-gib", str(args.total_bytes / GIB), "--whole-gib", str(args.whole_bytes / GIB)]
-        out, err, code = run(command, env)
-        found = [line for line in out.splitlines() if line.startswith(SAMPLE)]
-        if not found:
-            raise RuntimeError(f"exit {code}\n{last_words(out + err)}")
-        if code:  # it died in its shutdown
-            print(f"{who} {case.name}: exit {code}\n{last_words(err)}", flush=True)
-        return json.loads(found[-1][len(SAMPLE) :])
+        sample, trouble = sample_of(command, env, limit_s=PROCESS_LIMIT_S)
+        if trouble:  # it died in its shutdown
+            print(f"{who} {case.name}: {trouble}", flush=True)
+        return sample
 
 
 Rows = dict[tuple[Case, str], Sample]  # medians over the rounds
@@ -446,11 +380,6 @@ def medians(samples: Iterable[Sample]) -> Rows:
         rows[key] = {name: statistics.median(s[name] for s in group if name in s) for name in names}
         rows[key]["rounds"] = len(group)
     return rows
-
-
-def number(value: float) -> str:
-    """Three significant digits, and no fewer than all before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def milliseconds(row: Sample | None, key: str) -> str:
@@ -569,15 +498,6 @@ def table(samples: Iterable[Sample]) -> str:
     ]
     rounds = " to ".join(str(count) for count in (counts[0], counts[-1])[: len(counts)])
     return "\n".join([*lines, f"{backed:g} GiB backed, medians of {rounds} rounds."])
-
-
-def machine() -> str:
-    """The GPU and its driver, empty where that cannot be told."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def arguments() -> argparse.Namespace:

@@ -20,15 +20,14 @@ import concurrent.futures
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
 from typing import NamedTuple
 
 from bench import tables
+from bench.processes import ROOT, end_group
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMMON = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
@@ -126,15 +125,6 @@ def run(engine: str, caching: str, name: str, args: argparse.Namespace) -> table
         print("\n".join(log.read_text().splitlines()[-12:]), flush=True)
     passes = [row["number"] for row in rows if row["event"] == "pass"] if args.mode == "tokens" else []
     return tables.Run(rows, [json.loads((tokens / f"{label}-{n}.json").read_text()) for n in passes])
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Whatever the engine left behind: a process of SGLang's, or a hung engine."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
 
 
 def main() -> None:

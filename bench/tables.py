@@ -1,4 +1,4 @@
-"""What the runs of bench.matrix say: comparison of tokens and the two tables. Pure."""
+"""What the runs of bench.matrix say: comparison of tokens and the two tables; how all of bench shows a number. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from bench.harness import Tokens
+
+
+def number(value: float) -> str:
+    """Three significant digits, and no fewer than all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 class Run(NamedTuple):

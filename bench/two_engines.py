@@ -30,7 +30,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bench import harness, tables
-from bench.matrix import KVCACHED, ROOT, command_of, end_group, environment_of, site_of
+from bench.matrix import KVCACHED, command_of, environment_of, site_of
+from bench.processes import ROOT, end_group
 from demo.sampler import MARK
 
 if TYPE_CHECKING:
