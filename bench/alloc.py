@@ -61,7 +61,7 @@ CLOCKS_A_CALL, CLOCKS_A_BATCH = 50, 200  # so long that the clock's own cost doe
 LEAST_REPEATS, MOST_REPEATS = 10, 50_000
 FIGURE_LIMIT_S = 20.0
 START_LIMIT_S = 90
-END_LIMIT_S = 10
+END_LIMIT_S = 5
 FEW_BUFFERS, MODEL = Shape(layers=2, page_blocks=64), Shape(layers=32, page_blocks=8)
 
 
@@ -140,7 +140,7 @@ def cycles(manager: Any, n: int) -> dict[str, Callable[[int], None]]:
         for _ in repeat(None, times):
             free(alloc(n))
 
-    found = {"": lists}
+    found: dict[str, Callable[[int], None]] = {"": lists}
     if alloc_array := getattr(manager, "alloc_array", None):
 
         def arrays(times: int) -> None:
@@ -193,13 +193,14 @@ class Bench:
     @contextlib.contextmanager
     def step(self, key: str) -> Iterator[None]:
         """What fails in it is told, and the next step is taken."""
+        around = self.sample["running"]
         self.sample["running"] = key
         report(self.sample)
         try:
             yield
         except (Exception, SystemExit) as error:
             self.sample["failed"][key] = f"{type(error).__name__}: {error}"
-        self.sample["running"] = None
+        self.sample["running"] = around
         report(self.sample)
 
     def time_cycles(self, key: str, n: int) -> None:
@@ -213,9 +214,11 @@ class Bench:
                     raise UnmeasuredError(
                         f"alloc({n}) gave {'None' if ids is None else f'{len(set(ids))} ids'}"
                     )
-                touched = len(set(pages_of(ids)))
+                touched = {"pages": len(set(pages_of(ids)))}
+                if (backed := self.subject.backed_bytes()) is not None:
+                    touched["backed_pages"] = round(backed / self.subject.page_bytes)
                 manager.free(ids)
-                found = timed(batch, self._seconds) | {"pages": touched}
+                found = timed(batch, self._seconds) | touched
                 self.sample["figures"][key + variant] = found
 
     def sizes(self) -> None:
@@ -274,13 +277,14 @@ class Bench:
                 self.sample["figures"][key] = self._streams(count, passes, pace_ns)
 
     def _streams(self, count: int, passes: int, pace_ns: int) -> Sample:
-        subject, blocks = self.subject, self.blocks
-        calls = counted_calls()
+        subject, calls = self.subject, counted_calls()
         found: list[float] = []
-        gone: list[tuple[float, float]] = []
-        limit, driver_calls = time.monotonic() + STREAM_LIMIT_S, 0
-        while not found or (len(gone) < passes and time.monotonic() < limit):
-            pages = [blocks.forget(page) for page in blocks.whole(count)]
+        gone: list[
+            tuple[float, float]
+        ] = []  # pages given back, when the last free returned and when it was quiet
+        limit, done, driver_calls = time.monotonic() + STREAM_LIMIT_S, 0, 0
+        while not done or (done < passes and time.monotonic() < limit):
+            pages = [self.blocks.forget(page) for page in self.blocks.whole(count)]
             settle(subject)
             counted, backed = calls() if calls else 0, subject.backed_bytes()
             found += stream(subject.manager.free, pages, pace_ns)
@@ -288,14 +292,12 @@ class Bench:
             settle(subject)
             driver_calls += calls() - counted if calls else 0
             left = subject.backed_bytes()
-            if backed is None or then is None or left is None:
-                gone.append((math.nan, math.nan))
-            else:
-                gone.append(tuple((backed - now) / subject.page_bytes for now in (then, left)))
-        at_last_free, after = (statistics.median(column) for column in zip(*gone, strict=True))
-        result = summary(statistics.median(found), found) | {"pages": count, "passes": len(gone)}
-        if after == after:
-            result |= {"gone_at_last_free": round(at_last_free, 1), "gone_after": round(after, 1)}
+            if backed is not None and then is not None and left is not None:
+                gone.append(((backed - then) / subject.page_bytes, (backed - left) / subject.page_bytes))
+            done += 1
+        result = summary(statistics.median(found), found) | {"pages": count, "passes": done}
+        for name, column in zip(("gone_at_last_free", "gone_after"), zip(*gone, strict=True), strict=False):
+            result[name] = round(statistics.median(column), 1)
         return result | ({"driver_calls": round(driver_calls / len(found), 4)} if calls else {})
 
 
@@ -340,12 +342,12 @@ def child(case: Case, who: str, args: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(START_LIMIT_S, exit=True)
     try:
         subject = subject_of(case, who, args)
+        faulthandler.cancel_dump_traceback_later()
+        measure(case, subject, args)
+        faulthandler.dump_traceback_later(END_LIMIT_S, exit=True)
+        subject.close()
     except (Exception, SystemExit) as error:  # no traceback: what lies inside the peer is not looked at
         raise SystemExit(f"{type(error).__name__}: {error}") from None
-    faulthandler.cancel_dump_traceback_later()
-    measure(case, subject, args)
-    faulthandler.dump_traceback_later(END_LIMIT_S, exit=True)
-    subject.close()
 
 
 # ---------------------------------------------------------------- processes
@@ -368,9 +370,9 @@ class Runner:
         self._calls = None if args.device == "cpu" else built_calls(folder)
 
     def sample(self, who: str, case: Case, limit_s: float) -> Sample | None:
-        """One measurement, None where it cannot be had; why is printed."""
+        """One measurement, without figures or None where they cannot be had; why is printed."""
         ways = self._ways.setdefault((who, case.name), self._all_ways(who))
-        end = time.monotonic() + limit_s
+        end, sample = time.monotonic() + limit_s, None
         while ways and (left_s := end - time.monotonic()) > 0:
             way = ways[0]
             try:
@@ -379,14 +381,18 @@ class Runner:
                 print(f"FAILED {who} {case.name} {way}: {error}", flush=True)
                 del ways[0]
                 continue
-            self._good[who] = way
             if trouble:
                 print(f"{who} {case.name}: {trouble}", flush=True)
             if trouble and sample["running"]:
                 sample["failed"][sample["running"]] = trouble.splitlines()[0]
-                ways.clear()  # nor is what killed or stopped it
-            return sample
-        return None
+            if sample["figures"]:
+                self._good[who] = way
+                if trouble and sample["running"]:
+                    ways.clear()  # what killed it would do so again
+                break
+            print(f"FAILED {who} {case.name} {way}: {sample['failed']}", flush=True)
+            del ways[0]
+        return sample
 
     def _all_ways(self, who: str) -> list[Way]:
         routes = ROUTES if who == "peer" else ("-",)
@@ -397,6 +403,8 @@ class Runner:
         args = self._args
         if who == "peer":
             env = package.environment(args.peer)
+            if way.route == "interfaces":  # those of its engines
+                env["ENABLE_KVCACHED"] = "true"
         else:  # as an engine whose kernels leave holes alone, which those that people run do
             env = {"KVCACHED_UNBACKED": "hole", **os.environ}
             if args.device == "cpu":  # some pages of these small ones, as on a GPU
@@ -407,7 +415,9 @@ class Runner:
         command += ["--route", way.route, "--device", args.device, "--cases", case.name]
         command += ["--seconds", str(args.seconds), *(["--quick"] if args.quick else [])]
         command += ["--peer", args.peer] if who == "peer" else []
-        return sample_of(command, env, limit_s=limit_s)
+        sample, trouble = sample_of(command, env, limit_s=limit_s)
+        sample["about"]["counting"] = way.counting
+        return sample, trouble
 
 
 class Run:
@@ -432,8 +442,10 @@ class Run:
 
     def lost(self, who: str, case: Case, round_number: int) -> None:
         """A process that said nothing; why was printed."""
-        row = {"who": who, "case": case.name, "round": round_number, "figure": case.name}
-        self.data["rows"].append(row | {"failed": "its process found nothing"})
+        row = {"who": who, "case": case.name, "round": round_number, "figure": "all"}
+        row |= {"failed": "no process of it found anything, or one was stopped in an earlier round"}
+        print("RESULT " + json.dumps(row), flush=True)
+        self.data["rows"].append(row)
         self.keep()
 
     def keep(self) -> None:
@@ -611,6 +623,8 @@ def notes(data: dict[str, Any], found: Medians) -> list[str]:
     driven = {key: row["driver_calls"] for key, row in found.items() if row.get("driver_calls")}
     shown = (f"{who} {figure} ({case}) {number(calls)}" for (who, case, figure), calls in driven.items())
     lines += [f"* Driver calls in one: {', '.join(shown)}"] if driven else []
+    if not found:
+        return lines
     counts = sorted({row["rounds"] for row in found.values()})
     rounds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     quick = ", --quick" if data["quick"] else ""
@@ -621,7 +635,7 @@ def table(data: dict[str, Any]) -> str:
     """A run as Markdown."""
     found = medians(data["rows"])
     if not found:
-        return "nothing was measured"
+        return "\n".join(["nothing was measured", *notes(data, found)])
     frees = free_section(found, on_gpu=data["device"] != "cpu")
     return "\n".join([*cycle_section(found), *frees, *notes(data, found)])
 
@@ -676,7 +690,10 @@ def main() -> None:
         child(args.cases[0], args.child, args)
         return
     if args.tables:
-        print(table(json.loads(args.tables.read_text())))
+        try:
+            print(table(json.loads(args.tables.read_text())))
+        except (OSError, ValueError, KeyError) as error:
+            raise SystemExit(f"--tables {args.tables}: {error!r}") from error
         return
     check_device(args.device)
     run = Run(args)

@@ -84,7 +84,7 @@ class Ours:
         self.about: dict[str, Any] = {"package": kvcached.__file__, "layout": self.manager.layout}
 
     def backed_bytes(self) -> int | None:
-        return self.manager.stats()["mapped_bytes"]
+        return int(self.manager.stats()["mapped_bytes"])
 
     def close(self) -> None:
         self.manager.shutdown()
@@ -139,7 +139,9 @@ class Peer:
 
         cell = cell_bytes(device)
         cache_shape = (KV_BUFFERS, num_blocks, BLOCK_TOKENS, HEADS, cell // (2 * HEADS))
-        known = dict.fromkeys(("kvcache_shape", "kv_cache_shape", "kv_shape", "shape"), cache_shape)
+        known: dict[str, Any] = dict.fromkeys(
+            ("kvcache_shape", "kv_cache_shape", "kv_shape", "shape"), cache_shape
+        )
         known |= dict.fromkeys(("world_size", "tp_size", "pp_size"), 1)
         known |= dict.fromkeys(("rank", "tp_rank", "pp_rank", "group_id"), 0)
         known |= {"async_sched": False, "reserve_null_block": False, "num_kv_buffers": KV_BUFFERS}

@@ -47,7 +47,7 @@ def run(command: list[str], env: dict[str, str] | None = None, *, limit_s: float
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        process_group=0,
+        start_new_session=True,  # and so a group of its own
     )
     try:
         out, err = process.communicate(timeout=limit_s)
