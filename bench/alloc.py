@@ -410,7 +410,7 @@ class Runner:
             if args.device == "cpu":  # some pages of these small ones, as on a GPU
                 env.setdefault("KVCACHED_MAX_RESERVED_MB", "1")
         if way.counting:
-            env["LD_PRELOAD"] = str(self._calls)
+            package.preload(env, str(self._calls))
         command = [sys.executable, "-X", "faulthandler", "-m", "bench.alloc", "--child", who]
         command += ["--route", way.route, "--device", args.device, "--cases", case.name]
         command += ["--seconds", str(args.seconds), *(["--quick"] if args.quick else [])]

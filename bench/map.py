@@ -342,7 +342,7 @@ class Runner:
         args = self._args
         env = peers.environment(args.peer) if who == "peer" else dict(os.environ)
         if way.counting:
-            env["LD_PRELOAD"] = str(self._calls)
+            peers.preload(env, str(self._calls))
         command = [
             sys.executable,
             "-X",

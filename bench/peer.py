@@ -15,12 +15,22 @@ if TYPE_CHECKING:
 
 PEER_PAGE_BYTES = 2 << 20  # in each buffer
 FORM_CHARS = 400
+CXX_RUNTIME = "libstdc++.so.6"
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Of a process of the peer's: ours is not on its path, and nothing of it acts on engines."""
+    """Of a process of the peer's: ours is not on its path, and nothing of it acts on engines.
+
+    The peer's library brings a C++ runtime of its own, which dies in the first number that it prints unless the system's is
+    there before it.
+    """
     env = {key: value for key, value in os.environ.items() if "KVCACHED" not in key}
-    return env | {"PYTHONPATH": folder}
+    return env | {"PYTHONPATH": folder, "LD_PRELOAD": CXX_RUNTIME}
+
+
+def preload(env: dict[str, str], library: str) -> None:
+    """Load this one too, before all others."""
+    env["LD_PRELOAD"] = " ".join([library, *env.get("LD_PRELOAD", "").split()])
 
 
 def call_any(
