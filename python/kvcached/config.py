@@ -142,15 +142,15 @@ class Settings:
         _count_from(0),
         default=0,
         unit="MiB",
-        meaning="Memory of a pool that is kept ready at all times, without blocks in it.",
+        meaning="Memory of a pool that is mapped ahead at all times, without blocks in it.",
     )
     max_reserved_mb: int = _declare(
         "KVCACHED_MAX_RESERVED_MB",
         _count_from(0),
         default=48,
         unit="MiB",
-        meaning="Memory of a pool that may stay ready after its blocks were freed; what is above goes back. "
-        "At least `KVCACHED_MIN_RESERVED_MB`.",
+        meaning="Memory of a pool that may stay mapped without blocks in it; what is above goes back in the background. Up to "
+        "half of it is mapped ahead while a load grows. At least `KVCACHED_MIN_RESERVED_MB`.",
     )
     handle_cache_mb: int = _declare(
         "KVCACHED_HANDLE_CACHE_MB",
