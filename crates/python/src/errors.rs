@@ -1,5 +1,7 @@
 //! The Python exception types, and which Rust error becomes which.
 
+use std::fmt::Display;
+
 use kvcached_control::ControlError;
 use kvcached_pool::{BlockError, PoolError};
 use kvcached_vmm::{DeviceNameError, DriverError, GeometryError, VmmError};
@@ -185,9 +187,9 @@ pub fn config(py: Python<'_>, message: String) -> PyErr {
     raise(py, CONFIG, message)
 }
 
-/// No block has this id.
-pub fn no_such_block(py: Python<'_>, id: u32) -> PyErr {
-    BlockError::Unknown { id }.raise(py)
+/// No block has this id, which may be one that fits no u32. In the words of `BlockError::Unknown`.
+pub fn no_such_block(py: Python<'_>, id: &dyn Display) -> PyErr {
+    raise(py, BLOCK, format!("no block has id {id}"))
 }
 
 impl Raise for PoolError {

@@ -7,10 +7,11 @@ use kvcached_ledger::{Layout, PageOrder};
 use kvcached_pool::{Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList};
 
 use crate::errors::Raise;
 use crate::geometry::Geometry;
+use crate::ids::{self, Room};
 use crate::instance::InstanceRecord;
 use crate::tensor::FTensor;
 
@@ -31,6 +32,36 @@ impl Pool {
         call: impl FnOnce(&Inner) -> Result<T, PoolError> + Send,
     ) -> PyResult<T> {
         py.detach(|| call(&self.inner)).map_err(|e| e.raise(py))
+    }
+
+    /// What is on hand is had at once; for anything else the GIL is let go.
+    fn take(&self, py: Python<'_>, n: u32) -> PyResult<Option<Vec<u32>>> {
+        match self.inner.alloc_on_hand(n).map_err(|e| e.raise(py))? {
+            Some(ids) => Ok(Some(ids)),
+            None => self.run(py, |pool| pool.alloc(n)),
+        }
+    }
+
+    /// Allocates as many as `room` takes; false, and nothing was written, where they cannot be had.
+    fn take_into<'py>(&self, py: Python<'py>, room: &Room<'py>) -> PyResult<bool> {
+        let n = u32::try_from(room.len).unwrap_or(u32::MAX); // more than any pool has
+        let Some(ids) = self.take(py, n)? else { return Ok(false) };
+        self.handed_over(py, &ids, || room.fill(py, &ids))?;
+        Ok(true)
+    }
+
+    /// What `give` makes of blocks that were just allocated. They are freed where it fails: nobody would know of them.
+    fn handed_over<T>(&self, py: Python<'_>, ids: &[u32], give: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
+        let given = give();
+        if given.is_err() {
+            self.inner.free(ids).map_err(|e| e.raise(py))?;
+        }
+        given
+    }
+
+    fn whole(&self) -> String {
+        let pages = self.geometry.inner.num_pages(self.num_blocks.into());
+        format!("a pool of {} pages", pages.unwrap_or_default())
     }
 }
 
@@ -120,18 +151,35 @@ impl Pool {
         self.inner.null_block()
     }
 
-    fn alloc(&self, py: Python<'_>, n: u32) -> PyResult<Option<Vec<u32>>> {
-        match self.inner.alloc_on_hand(n).map_err(|e| e.raise(py))? {
-            Some(ids) => Ok(Some(ids)),
-            None => self.run(py, |pool| pool.alloc(n)),
-        }
+    fn alloc<'py>(&self, py: Python<'py>, n: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyList>>> {
+        let ids = self.take(py, ids::count(n)?)?;
+        ids.map(|ids| self.handed_over(py, &ids, || PyList::new(py, &ids))).transpose()
     }
 
-    fn free(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<()> {
+    fn alloc_array<'py>(
+        &self,
+        py: Python<'py>,
+        n: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let n = ids::count(n)?;
+        if n > self.num_blocks {
+            return self.take(py, n).map(|_| None); // as `alloc`, and no array is made for them
+        }
+        let (room, array) = Room::numpy(py, n as usize)?;
+        Ok(self.take_into(py, &room)?.then_some(array))
+    }
+
+    fn alloc_into<'py>(&self, py: Python<'py>, out: &Bound<'py, PyAny>) -> PyResult<bool> {
+        self.take_into(py, &Room::of(out)?)
+    }
+
+    fn free(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let ids = ids::blocks(ids)?;
         self.inner.free(&ids).map_err(|e| e.raise(py))
     }
 
-    fn claim(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<()> {
+    fn claim(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let ids = ids::blocks(ids)?;
         self.run(py, |pool| pool.claim(&ids))
     }
 
@@ -160,11 +208,13 @@ impl Pool {
         self.inner.backed().map_err(|e| e.raise(py))
     }
 
-    fn reserve_demand(&self, py: Python<'_>, n: u32) -> PyResult<u32> {
+    fn reserve_demand(&self, py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<u32> {
+        let n = ids::count(n)?;
         self.run(py, |pool| pool.reserve_demand(n))
     }
 
-    fn try_to_reserve(&self, py: Python<'_>, n: u32) -> PyResult<bool> {
+    fn try_to_reserve(&self, py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let n = ids::count(n)?;
         self.run(py, |pool| pool.try_to_reserve(n))
     }
 
@@ -199,15 +249,18 @@ impl Pool {
         self.run(py, |pool| pool.quiesce(timeout))
     }
 
-    fn keep_on_hand(&self, py: Python<'_>, n: u32) -> PyResult<u32> {
+    fn keep_on_hand(&self, py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<u32> {
+        let n = ids::count(n)?;
         self.inner.keep_on_hand(n).map_err(|e| e.raise(py))
     }
 
-    fn get_page_occupancy(&self, py: Python<'_>, page_ids: Vec<u32>) -> PyResult<Vec<(u32, u32)>> {
+    fn get_page_occupancy(&self, py: Python<'_>, page_ids: &Bound<'_, PyAny>) -> PyResult<Vec<(u32, u32)>> {
+        let page_ids = ids::pages(page_ids, || self.whole())?;
         self.inner.occupancy(&page_ids).map_err(|e| e.raise(py))
     }
 
-    fn pages_of(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<Vec<u32>> {
+    fn pages_of(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+        let ids = ids::blocks(ids)?;
         self.inner.pages_of(&ids).map_err(|e| e.raise(py))
     }
 
