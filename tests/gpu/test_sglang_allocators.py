@@ -73,7 +73,7 @@ def test_a_page_stays_mapped_until_the_batch_that_was_launched_has_ended(allocat
     }
     assert all(not bool(row.any()) for row in rows.values()), "new memory reads as zeros"
     mapped = allocator.memory.ftensor.mapped_pages()
-    epoch = allocator.memory.latest_epoch = allocator.pool.begin_step()
+    epoch = allocator.memory.begin_epoch()
     torch.cuda._sleep(BUSY_CYCLES)
     late = [raw.view(torch.bfloat16).view(-1, 1024)[indices].sum() for raw in tensors.values()]
     done = torch.cuda.Event()
@@ -82,7 +82,7 @@ def test_a_page_stays_mapped_until_the_batch_that_was_launched_has_ended(allocat
     allocator.collect(wait=True)  # also waits for the batch: the copy is queued behind it
     assert allocator.memory.ftensor.mapped_pages() == mapped, "its epoch has not ended"
     done.synchronize()
-    allocator.pool.end_step(epoch)
+    allocator.memory.release_through(epoch)
     assert allocator.memory.ftensor.mapped_pages() == [0]
     assert [float(value) for value in late] == [0.0] * len(late)
 

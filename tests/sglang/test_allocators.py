@@ -452,7 +452,7 @@ class TestClear:
             allocator.pool.budget_pages = 4
             assert allocator.alloc(20 * page_size) is None
         if state == "in a batch":
-            allocator.memory.latest_epoch = allocator.pool.begin_step()
+            allocator.memory.begin_epoch()
         if state != "new":
             row = allocator.alloc((USABLE_BLOCKS if state == "all" else 10) * page_size)
             if state == "open group":
@@ -524,12 +524,10 @@ class Device:
             def device(self, name: str) -> Any:
                 return SimpleNamespace(type="cuda")
 
-            def tensor(self, data: list[int], *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-                return torch.tensor(data, dtype=dtype)
-
-            def empty(self, shape: torch.Size, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+            def empty(self, shape: int | torch.Size, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
                 assert pin_memory
-                return torch.full(shape, -1, dtype=dtype).as_subclass(Pinned)
+                made = torch.full((shape,) if isinstance(shape, int) else shape, -1, dtype=dtype)
+                return made.as_subclass(Pinned)
 
         return Torch()
 
@@ -625,7 +623,7 @@ class TestFreedOnADevice:
     @every_page_size
     def test_settle_brings_all_and_the_memory_leaves(self, elastic, device, page_size):
         allocator = elastic(page_size)
-        allocator.memory.latest_epoch = allocator.pool.begin_step()
+        allocator.memory.begin_epoch()
         row = allocator.alloc(USABLE_BLOCKS * page_size)
         allocator.free(row[: 20 * page_size])
         allocator.free(row[20 * page_size :])
@@ -758,8 +756,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     @rule()
     def a_batch(self):
         memory = self.allocator.memory
-        memory.latest_epoch = self.allocator.pool.begin_step()
-        self.allocator.pool.end_step(memory.latest_epoch)
+        memory.release_through(memory.begin_epoch())
 
     @rule()
     def settle(self):

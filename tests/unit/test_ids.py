@@ -146,7 +146,6 @@ class TestIn:
             pytest.param([[1]], "an id is a list", id="a list among them"),
             pytest.param([None], "an id is a NoneType", id="None among them"),
             pytest.param([np.float32(1)], "an id is a float32", id="a numpy float"),
-            pytest.param((np.bool_(True),), "an id is a bool", id="a numpy bool"),
             pytest.param(np.zeros(3), 'format "d"', id="float64"),
             pytest.param(np.zeros(3, np.float16), 'format "e"', id="float16"),
             pytest.param(np.zeros(3, bool), r'format "\?"', id="bool"),
