@@ -1,7 +1,7 @@
 """The compiled core. Private: use `kvcached`, `kvcached.vmm_ops` and `kvcached.errors`."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, TypeAlias, final
+from typing import Any, Literal, SupportsIndex, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ __version__: str
 # read item by item). A list is read at some 5 ns an id, a buffer at 1 to 2. `TypeError` for anything else.
 _Ids: TypeAlias = Iterable[SupportsIndex] | _ReadableBuffer
 
+_LimitState: TypeAlias = Literal["applied", "deferred", "rejected", "stale", "conflict"]
+
 class KVCachedError(RuntimeError): ...
 class KVCachedConfigError(KVCachedError, ValueError): ...
 class GeometryError(KVCachedConfigError): ...
@@ -22,6 +24,7 @@ class DriverUnavailableError(KVCachedError): ...
 class DriverError(KVCachedError): ...
 class KVCachePoolExhausted(KVCachedError): ...
 class MapQuarantinedError(KVCachedError): ...
+class QuarantinedResizeError(MapQuarantinedError): ...
 class StateConsistencyError(KVCachedError): ...
 class BlockError(KVCachedError, ValueError): ...
 
@@ -226,7 +229,9 @@ class Pool:
     """A ledger over an `FTensor`: hands out block ids of backed pages. Thread-safe.
 
     `geometry`, `num_blocks`: where the pool's blocks differ from those the `FTensor` was made for (see `Geometry.with_block`).
-    `reserve_null_block`: id 0 is taken and backed for good. `async_sched`: emptied pages stay mapped until `end_step`.
+    `reserve_null_block`: id 0 is taken and backed for good. `async_sched`: emptied pages stay mapped until `release_through`.
+    A thread of the pool's own backs pages ahead of allocations and gives memory back behind whoever freed it: see `quiesce`.
+    Dropping the last reference shuts it down.
     In a fork of the process, which has none of the memory, calls raise `DriverError`.
     """
 
@@ -293,9 +298,9 @@ class Pool:
         """Set n blocks aside for the next `alloc` calls, all or none."""
     def free_reserved(self) -> None:
         """Give back what `try_to_reserve` set aside and was not used."""
-    def begin_step(self) -> int:
+    def begin_epoch(self) -> int:
         """A batch is about to be submitted: pages emptied from now on wait for it. Returns its marker."""
-    def end_step(self, marker: int) -> None:
+    def release_through(self, marker: int) -> None:
         """All GPU work up to this marker has ended: pages retired by then leave in the background, but for the reserve. Pages that
         were allocated from meanwhile stay.
         """
@@ -305,6 +310,21 @@ class Pool:
         """
     def quiesce(self, timeout_s: float = 10.0) -> bool:
         """Wait until the background thread has nothing to do: what was freed has been given back. False after `timeout_s`."""
+    def set_memory_limit(
+        self, limit_bytes: SupportsIndex, *, revision: SupportsIndex | None = None
+    ) -> tuple[_LimitState, int, int, int, str | None]:
+        """Have at most `limit_bytes` of memory under the pages; what is above all that is reserved counts as that. Growth is
+        immediate; a smaller limit holds for what is allocated from now on, and what is held beyond it goes as blocks are freed.
+        No live block is revoked, and the page of the null block stays.
+
+        `revision`: greater than that of the limit that stands; None: the next. Returns what `memory_limit_state` does, but with
+        "stale" where a later revision stands, "conflict" where this revision stands with another limit, "rejected" where lost
+        pages hold more: nothing was changed then. Raises `KVCachedConfigError` for what is no int from 0 on.
+        """
+    def memory_limit_state(self) -> tuple[_LimitState, int, int, int, str | None]:
+        """The limit that stands: "applied", or "deferred" while more is held, or "rejected" where lost pages hold more since; its
+        revision (0: never set), its bytes, the bytes of mapped and lost pages, and why it is rejected.
+        """
     def trim(self) -> int:
         """Unmap the reserve and give back memory kept for later pages; returns bytes given back."""
     def clear(self) -> None:
@@ -312,14 +332,15 @@ class Pool:
     def shutdown(self) -> int:
         """Unmap everything; ends in time whatever the device does. Raises where something stays mapped; another call tries again
         what is left. Returns the bytes of lost pages. Tensors already exported keep their addresses; touching them afterwards is an
-        error of the caller.
+        error of the caller. Idempotent.
         """
     def get_page_occupancy(self, page_ids: _Ids) -> list[tuple[int, int]]:
         """(blocks held, blocks usable) of each page. Raises `ValueError` for a page outside the pool."""
     def pages_of(self, ids: _Ids) -> list[int]:
         """Page of each id. Raises `BlockError` for one that no block has."""
     def stats(self) -> dict[str, int]:
-        """Pages by state, blocks, and bytes: used_bytes, reserved_bytes, virtual_bytes, mapped_bytes (the first two together),
+        """Pages by state; blocks; pages since the start by who backed them or gave them back (on demand: callers; ahead and behind:
+        the pool's own thread); bytes: used_bytes, reserved_bytes, virtual_bytes, mapped_bytes (the first two together),
         beside_bytes (zeros, memory kept for later pages), quarantined_bytes.
         """
 

@@ -17,6 +17,7 @@ class BoundedPool(_core.Pool):
     _credit_pages = 0
 
     def _mapped(self) -> int:
+        assert self.quiesce()  # what is on its way back is room
         return len(self.ftensor.mapped_pages())
 
     def _room(self) -> int:

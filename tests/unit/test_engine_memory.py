@@ -9,7 +9,7 @@ import pytest
 
 from kvcached.errors import StateConsistencyError
 from kvcached.integration.memory import Agreement, EngineMemory
-from tests.ranges import KIB
+from tests.ranges import KIB, settled_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,13 +40,13 @@ def test_what_is_freed_leaves_when_the_latest_epoch_has_ended(memory):
     pool.free(ids)
     second = memory.begin_epoch()
     assert first < second == memory.latest_epoch
-    mapped = memory.ftensor.mapped_pages()
+    mapped = settled_pages(pool)
     assert len(mapped) == 6, "with page 0, where the null block lies"
     pool.free(pool.alloc(20))
     memory.release_through(first)
-    assert memory.ftensor.mapped_pages() == mapped, "used again in the second"
+    assert settled_pages(pool) == mapped, "used again in the second"
     memory.release_through(second)
-    assert memory.ftensor.mapped_pages() == [0]
+    assert settled_pages(pool) == [0]
 
 
 def test_without_a_pool_there_are_no_epochs(memory):

@@ -34,7 +34,7 @@ const QUARANTINED: usize = 6;
 const CONSISTENCY: usize = 7;
 const BLOCK: usize = 8;
 
-const KINDS: [Kind; 9] = [
+const KINDS: [Kind; 10] = [
     Kind { name: "KVCachedError", bases: &[Base::Runtime], doc: "Any error of kvcached." },
     Kind {
         name: "KVCachedConfigError",
@@ -75,6 +75,11 @@ const KINDS: [Kind; 9] = [
         name: "BlockError",
         bases: &[Base::Ours(ERROR), Base::Value],
         doc: "A block id freed twice or never handed out; nothing was changed.",
+    },
+    Kind {
+        name: "QuarantinedResizeError",
+        bases: &[Base::Ours(QUARANTINED)],
+        doc: "A smaller limit that lost pages stand in the way of; nothing was changed.",
     },
 ];
 

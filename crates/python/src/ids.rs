@@ -58,6 +58,24 @@ pub fn count(n: &Bound<'_, PyAny>) -> PyResult<u32> {
     Ok(u32::try_from(n).unwrap_or(u32::MAX))
 }
 
+/// An argument that counts something from 0. What is beyond 64 bits is the most that a u64 holds.
+///
+/// Raises `KVCachedConfigError` for anything else.
+pub fn natural(name: &str, n: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let refuse = || errors::config(n.py(), format!("{name}={n}: use an int from 0 on"));
+    match n.extract::<u64>() {
+        Err(error) if error.is_instance_of::<PyOverflowError>(n.py()) => {
+            if n.lt(0)? {
+                Err(refuse())
+            } else {
+                Ok(u64::MAX)
+            }
+        }
+        Err(error) if error.is_instance_of::<PyTypeError>(n.py()) => Err(refuse()),
+        other => other,
+    }
+}
+
 /// Who is told of an id that fits no u32.
 type Outside<'a> = &'a dyn Fn(&dyn Display) -> PyErr;
 

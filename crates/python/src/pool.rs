@@ -1,10 +1,11 @@
 //! `Pool`.
 
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvcached_ledger::{Layout, PageOrder};
-use kvcached_pool::{Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
+use kvcached_pool::{MemoryLimit, Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -18,10 +19,27 @@ use crate::tensor::FTensor;
 /// A ledger over an `FTensor`: hands out block ids of backed pages.
 #[pyclass(frozen, subclass, module = "kvcached._core")]
 pub struct Pool {
-    inner: Inner,
+    /// Dropped without the GIL.
+    inner: ManuallyDrop<Inner>,
     ftensor: Py<FTensor>,
     geometry: Geometry,
     num_blocks: u32,
+}
+
+/// A limit as Python has it: its state, revision, bytes, the bytes that are occupied, and why it is not met.
+type Limit = (&'static str, u64, u64, u64, Option<String>);
+
+fn limit(of: MemoryLimit) -> Limit {
+    (of.state.as_str(), of.revision, of.limit_bytes, of.occupied_bytes, of.reason)
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses the field afterwards.
+        let mut inner = Some(unsafe { ManuallyDrop::take(&mut self.inner) });
+        // It shuts down and may wait for the device. At the end of an interpreter nobody else needs the GIL.
+        let _ = Python::try_attach(|py| py.detach(|| drop(inner.take())));
+    }
 }
 
 impl Pool {
@@ -123,7 +141,12 @@ impl Pool {
             }
         };
         let inner = py.detach(|| Inner::new(config, tensor, meter)).map_err(|e| e.raise(py))?;
-        Ok(Pool { inner, ftensor, geometry: Geometry { inner: geometry }, num_blocks })
+        Ok(Pool {
+            inner: ManuallyDrop::new(inner),
+            ftensor,
+            geometry: Geometry { inner: geometry },
+            num_blocks,
+        })
     }
 
     #[getter]
@@ -222,12 +245,28 @@ impl Pool {
         self.run(py, Inner::free_reserved)
     }
 
-    fn begin_step(&self, py: Python<'_>) -> PyResult<u64> {
+    fn begin_epoch(&self, py: Python<'_>) -> PyResult<u64> {
         self.inner.begin_epoch().map_err(|e| e.raise(py))
     }
 
-    fn end_step(&self, py: Python<'_>, marker: u64) -> PyResult<()> {
+    fn release_through(&self, py: Python<'_>, marker: u64) -> PyResult<()> {
         self.inner.release_through(marker).map_err(|e| e.raise(py))
+    }
+
+    #[pyo3(signature = (limit_bytes, *, revision = None))]
+    fn set_memory_limit(
+        &self,
+        py: Python<'_>,
+        limit_bytes: &Bound<'_, PyAny>,
+        revision: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Limit> {
+        let bytes = ids::natural("limit_bytes", limit_bytes)?;
+        let revision = revision.map(|revision| ids::natural("revision", revision)).transpose()?;
+        self.inner.set_limit(bytes, revision).map(limit).map_err(|e| e.raise(py))
+    }
+
+    fn memory_limit_state(&self, py: Python<'_>) -> PyResult<Limit> {
+        self.inner.limit().map(limit).map_err(|e| e.raise(py))
     }
 
     fn trim(&self, py: Python<'_>) -> PyResult<u64> {

@@ -201,12 +201,12 @@ class EngineMemory:
 
     def begin_epoch(self) -> int:
         """Work is about to be queued that may read any page which is mapped now. Returns its epoch."""
-        self.latest_epoch = self._opened().begin_step()
+        self.latest_epoch = self._opened().begin_epoch()
         return self.latest_epoch
 
     def release_through(self, epoch: int) -> None:
         """All work up to this epoch has ended: what was freed by then may leave."""
-        self._opened().end_step(epoch)
+        self._opened().release_through(epoch)
 
     def _opened(self) -> _core.Pool:
         if self.pool is None:
