@@ -94,14 +94,14 @@ class ElasticAllocator:
         self.pool.refresh_credit(LEAVE_BYTES)
 
     def secure(self, num_tokens: int) -> int:
-        """Back memory for that many free tokens. They stay on hand until they are allocated or a batch has ended.
+        """Back memory for that many free tokens. They stay on hand until they are allocated or an epoch begins or ends.
 
         Returns:
             How many of them lack memory: 0 where all is well. Tokens that are not free at all are SGLang's business.
         """
         self.collect()
         blocks = min(-(-num_tokens // self.page_size), self.logical_size() // self.page_size)
-        on_hand = self.pool.backed_size()
+        on_hand = self.pool.keep_on_hand(blocks)
         if on_hand < blocks and not self.refused:
             on_hand = self.pool.reserve_demand(blocks)
         if on_hand < blocks and self._pending:
