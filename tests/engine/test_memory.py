@@ -143,6 +143,10 @@ def test_kvctl_list(elastic, capfd):
     assert "1.0" in row.split("MiB")[-1], "GiB of addresses"
 
 
+NO_RESERVE = {"KVCACHED_MAX_RESERVED_MB": "0"}
+"""The pool's own thread backs nothing ahead: it knows of no `ShortPool`."""
+
+
 class ShortPool(_core.Pool):
     """A pool whose device has memory for `budget_pages` pages and no more."""
 
@@ -171,7 +175,7 @@ def short_pool(monkeypatch):
 @pytest.mark.parametrize("caching", [False, True], ids=["no-caching", "caching"])
 def test_short_memory_preempts_and_evicts_and_loses_nothing(elastic, native_outcome, short_pool, caching):
     short_pool(7)  # 28 of 1024 blocks
-    engine = elastic(enable_prefix_caching=caching)
+    engine = elastic(NO_RESERVE, enable_prefix_caching=caching)
     got = engine.run()
     assert got.tokens == native_outcome(enable_prefix_caching=caching).tokens
     assert ShortPool.refusals > 0
@@ -184,7 +188,7 @@ def test_short_memory_preempts_and_evicts_and_loses_nothing(elastic, native_outc
 
 def test_requests_wait_for_memory(elastic, native_outcome, short_pool):
     short_pool(1)  # the null block's page: three blocks of 32 tokens
-    engine = elastic()
+    engine = elastic(NO_RESERVE)
     add(engine, "waits", BATCHES[0][5])  # 195 tokens
     for _ in range(30):
         assert not engine.llm.llm_engine.step()
