@@ -20,6 +20,7 @@ import kvcached
 from kvcached import _core, vmm_ops
 from kvcached.errors import BlockError, KVCachedConfigError
 from tests.children import run_script
+from tests.ranges import host_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -295,6 +296,14 @@ class TestWaiting:
                     pass
 
         in_threads(waits, waits, lambda: (time.sleep(0.1), manager.shutdown())[0])
+
+    def test_the_pool_s_own_thread_does_not_take_what_an_allocation_has_backed(self):
+        """It gives idle pages back while the allocation backs what it lacks, over and over."""
+        pool = _core.Pool(host_range(num_blocks=3000), max_reserved_bytes=0)
+        for _ in range(2000):
+            ids = pool.alloc(290)
+            assert ids is not None, "nobody else holds a block"
+            pool.free(ids)
 
 
 class TestStart:
