@@ -12,7 +12,7 @@ from kvcached import _core
 from kvcached._core import FTensor, Geometry
 
 if TYPE_CHECKING:
-    from kvcached._core import Buffer
+    from kvcached._core import Buffer, Pool
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYOUTS = ["chunked", "per-layer"]
@@ -23,6 +23,12 @@ def host_range(layout: str = "chunked", *, num_blocks: int = 50, buffers: int = 
     """On the host: blocks of 4 KiB in pages of 64 KiB, 4 of them in each of 4 buffers."""
     geometry = Geometry.solve(buffers, 4 * KIB, GRANULARITY, page_bytes=64 * KIB, layout=layout)
     return FTensor("cpu", geometry, num_blocks, **options)
+
+
+def settled_pages(pool: Pool) -> list[int]:
+    """Pages with memory, once the pool's own thread has given back and backed what it wants to."""
+    assert pool.quiesce()
+    return pool.ftensor.mapped_pages()
 
 
 def buffer_stride(ftensor: FTensor) -> int:

@@ -1,11 +1,21 @@
 """The compiled core. Private: use `kvcached`, `kvcached.vmm_ops` and `kvcached.errors`."""
 
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, SupportsIndex, TypeAlias, final
 
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Buffer as _ReadableBuffer
 from typing_extensions import Self
 
 __version__: str
+
+# Block or page ids: a list, a tuple or anything else that yields ints, or a one-dimensional buffer of integers (a numpy array,
+# an `array.array`, a `memoryview`; `.numpy()` of a torch tensor on the CPU, which has no buffer protocol of its own and is
+# read item by item). A list is read at some 5 ns an id, a buffer at 1 to 2. `TypeError` for anything else.
+_Ids: TypeAlias = Iterable[SupportsIndex] | _ReadableBuffer
+
+_LimitState: TypeAlias = Literal["applied", "deferred", "rejected", "stale", "conflict"]
 
 class KVCachedError(RuntimeError): ...
 class KVCachedConfigError(KVCachedError, ValueError): ...
@@ -14,6 +24,7 @@ class DriverUnavailableError(KVCachedError): ...
 class DriverError(KVCachedError): ...
 class KVCachePoolExhausted(KVCachedError): ...
 class MapQuarantinedError(KVCachedError): ...
+class QuarantinedResizeError(MapQuarantinedError): ...
 class StateConsistencyError(KVCachedError): ...
 class BlockError(KVCachedError, ValueError): ...
 
@@ -91,10 +102,12 @@ class Geometry:
         """Rows of every buffer. Raises `GeometryError` where an id or a slot (id x tokens) would not fit int32."""
     def block_id(self, index: int) -> int:
         """Sparse id of the `index`-th usable block."""
-    def index(self, block_id: int) -> int:
+    def index(self, block_id: SupportsIndex) -> int:
         """Inverse of `block_id`. Raises `BlockError` for an id that no block has."""
-    def pages_of_row(self, block_id: int) -> range:
-        """Pages that back row `block_id` of every buffer, for any row: also ids that no block has."""
+    def pages_of_row(self, block_id: SupportsIndex) -> range:
+        """Pages that back row `block_id` of every buffer, for any row: also ids that no block has. Raises `BlockError` for a
+        negative one or one beyond 32 bits.
+        """
 
 @final
 class Buffer:
@@ -181,19 +194,19 @@ class FTensor:
         """A buffer and the next as the halves of one tensor, K and V: (2, id_space * block_bytes); contiguous in the per-layer
         layout. One page id backs both. Raises `KVCachedConfigError`.
         """
-    def map(self, pages: Sequence[int]) -> list[int]:
+    def map(self, pages: _Ids) -> list[int]:
         """Back these pages, all or none; returns those that were not backed before.
 
         Raises `KVCachePoolExhausted` when the driver is out of memory, `MapQuarantinedError` when an undo failed,
         `DriverError` otherwise, `ValueError` for a page outside the range.
         """
-    def unmap(self, pages: Sequence[int]) -> None:
+    def unmap(self, pages: _Ids) -> None:
         """Give these pages back. Synchronise first where GPU work may read them.
 
         Raises `StateConsistencyError` for a page that is not backed (nothing changed). Where the driver refuses the message says
         where each page stands: `MapQuarantinedError` if some are lost, else `DriverError`.
         """
-    def prepare_unmap(self, transaction: int, pages: Sequence[int]) -> None:
+    def prepare_unmap(self, transaction: int, pages: _Ids) -> None:
         """Unmap these pages and keep their memory, all or none. One transaction at a time; each has a greater number than those
         before. Repeating it does nothing.
 
@@ -216,7 +229,9 @@ class Pool:
     """A ledger over an `FTensor`: hands out block ids of backed pages. Thread-safe.
 
     `geometry`, `num_blocks`: where the pool's blocks differ from those the `FTensor` was made for (see `Geometry.with_block`).
-    `reserve_null_block`: id 0 is taken and backed for good. `async_sched`: emptied pages stay mapped until `end_step`.
+    `reserve_null_block`: id 0 is taken and backed for good. `async_sched`: emptied pages stay mapped until `release_through`.
+    A thread of the pool's own backs pages ahead of allocations and gives memory back behind whoever freed it: see `quiesce`.
+    Dropping the last reference shuts it down.
     In a fork of the process, which has none of the memory, calls raise `DriverError`.
     """
 
@@ -246,11 +261,20 @@ class Pool:
         """Bound of block ids."""
     @property
     def null_block(self) -> int | None: ...
-    def alloc(self, n: int) -> list[int] | None:
-        """Exactly n ids, ascending within a page, or None (and nothing changed) when memory or ids are short."""
-    def free(self, ids: Sequence[int]) -> None:
+    def alloc(self, n: SupportsIndex) -> list[int] | None:
+        """Exactly n ids, ascending within a page, or None (and nothing changed) when memory or ids are short. Raises
+        `ValueError` for a negative n.
+        """
+    def alloc_array(self, n: SupportsIndex) -> npt.NDArray[np.int64] | None:
+        """As `alloc`, into a new array (n,), which owns its memory. Raises `KVCachedConfigError` where numpy is not installed."""
+    def alloc_into(self, out: _ReadableBuffer) -> bool:
+        """As many ids as `out` has items, written into it: a writable, contiguous, one-dimensional array of 32- or 64-bit
+        integers (of a torch tensor on the CPU: `.numpy()`). False, and nothing written, when memory or ids are short.
+        Raises `TypeError`, before anything is allocated, for an array that takes no ids.
+        """
+    def free(self, ids: _Ids) -> None:
         """Give ids back. Raises `BlockError` (nothing changed) for a double free or an id never issued."""
-    def claim(self, ids: Sequence[int]) -> None:
+    def claim(self, ids: _Ids) -> None:
         """Take these very ids, which must be free; their pages are backed. Raises `BlockError` or `KVCachePoolExhausted`, nothing changed."""
     def available_size(self) -> int:
         """Blocks that may still be allocated: free blocks of backed and of unbacked pages."""
@@ -268,24 +292,39 @@ class Pool:
         """Every free block of the pool, backed or not. Walks all pages: for checks."""
     def backed_size(self) -> int:
         """Free blocks in backed pages: an `alloc` of that many makes no driver call and cannot fail."""
-    def reserve_demand(self, n: int) -> int:
+    def reserve_demand(self, n: SupportsIndex) -> int:
         """Back pages until n free blocks are on hand; returns how many are, at most n. Never raises for lack of memory."""
-    def try_to_reserve(self, n: int) -> bool:
+    def try_to_reserve(self, n: SupportsIndex) -> bool:
         """Set n blocks aside for the next `alloc` calls, all or none."""
     def free_reserved(self) -> None:
         """Give back what `try_to_reserve` set aside and was not used."""
-    def begin_step(self) -> int:
+    def begin_epoch(self) -> int:
         """A batch is about to be submitted: pages emptied from now on wait for it. Returns its marker."""
-    def end_step(self, marker: int) -> None:
+    def release_through(self, marker: int) -> None:
         """All GPU work up to this marker has ended: pages retired by then leave in the background, but for the reserve. Pages that
         were allocated from meanwhile stay.
         """
-    def keep_on_hand(self, n: int) -> int:
+    def keep_on_hand(self, n: SupportsIndex) -> int:
         """How many of n free blocks are on hand. They stay there until they are allocated, the next epoch begins or ends, or,
         where there are no epochs, a page is emptied. Makes no driver call.
         """
     def quiesce(self, timeout_s: float = 10.0) -> bool:
         """Wait until the background thread has nothing to do: what was freed has been given back. False after `timeout_s`."""
+    def set_memory_limit(
+        self, limit_bytes: SupportsIndex, *, revision: SupportsIndex | None = None
+    ) -> tuple[_LimitState, int, int, int, str | None]:
+        """Have at most `limit_bytes` of memory under the pages; what is above all that is reserved counts as that. Growth is
+        immediate; a smaller limit holds for what is allocated from now on, and what is held beyond it goes as blocks are freed.
+        No live block is revoked, and the page of the null block stays.
+
+        `revision`: greater than that of the limit that stands; None: the next. Returns what `memory_limit_state` does, but with
+        "stale" where a later revision stands, "conflict" where this revision stands with another limit, "rejected" where lost
+        pages hold more: nothing was changed then. Raises `KVCachedConfigError` for what is no int from 0 on.
+        """
+    def memory_limit_state(self) -> tuple[_LimitState, int, int, int, str | None]:
+        """The limit that stands: "applied", or "deferred" while more is held, or "rejected" where lost pages hold more since; its
+        revision (0: never set), its bytes, the bytes of mapped and lost pages, and why it is rejected.
+        """
     def trim(self) -> int:
         """Unmap the reserve and give back memory kept for later pages; returns bytes given back."""
     def clear(self) -> None:
@@ -293,14 +332,15 @@ class Pool:
     def shutdown(self) -> int:
         """Unmap everything; ends in time whatever the device does. Raises where something stays mapped; another call tries again
         what is left. Returns the bytes of lost pages. Tensors already exported keep their addresses; touching them afterwards is an
-        error of the caller.
+        error of the caller. Idempotent.
         """
-    def get_page_occupancy(self, page_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """(blocks held, blocks usable) of each page."""
-    def pages_of(self, ids: Sequence[int]) -> list[int]:
-        """Page of each id."""
+    def get_page_occupancy(self, page_ids: _Ids) -> list[tuple[int, int]]:
+        """(blocks held, blocks usable) of each page. Raises `ValueError` for a page outside the pool."""
+    def pages_of(self, ids: _Ids) -> list[int]:
+        """Page of each id. Raises `BlockError` for one that no block has."""
     def stats(self) -> dict[str, int]:
-        """Pages by state, blocks, and bytes: used_bytes, reserved_bytes, virtual_bytes, mapped_bytes (the first two together),
+        """Pages by state; blocks; pages since the start by who backed them or gave them back (on demand: callers; ahead and behind:
+        the pool's own thread); bytes: used_bytes, reserved_bytes, virtual_bytes, mapped_bytes (the first two together),
         beside_bytes (zeros, memory kept for later pages), quarantined_bytes.
         """
 

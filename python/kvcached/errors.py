@@ -2,7 +2,8 @@
 
 *Pressure* is recoverable: `KVCachePoolExhausted`; wait, free something, try again. *Unknown state* is not:
 `StateConsistencyError`; stop using the pool. Between them `MapQuarantinedError`: the pages named are lost, the pool
-goes on. `KVCachedConfigError` and its kind mean that the user must act; the message says how.
+goes on; and `QuarantinedResizeError`: it cannot shrink below what such pages hold. `KVCachedConfigError` and its kind
+mean that the user must act; the message says how.
 """
 
 from kvcached._core import (
@@ -14,6 +15,7 @@ from kvcached._core import (
     KVCachedError,
     KVCachePoolExhausted,
     MapQuarantinedError,
+    QuarantinedResizeError,
     StateConsistencyError,
 )
 
@@ -26,5 +28,6 @@ __all__ = [
     "KVCachedConfigError",
     "KVCachedError",
     "MapQuarantinedError",
+    "QuarantinedResizeError",
     "StateConsistencyError",
 ]

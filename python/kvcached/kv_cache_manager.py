@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple, SupportsIndex
+
 from kvcached import _core, vmm_ops
 from kvcached.config import Settings
-from kvcached.errors import KVCachedConfigError
+from kvcached.errors import KVCachedConfigError, QuarantinedResizeError
 from kvcached.instance import process_record
 
-__all__ = ["KVCacheManager"]
+__all__ = ["KVCacheManager", "MemoryLimit"]
 
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+
+
+class MemoryLimit(NamedTuple):
+    """How much memory a pool may have, and what came of saying so.
+
+    `state`: "applied"; "deferred": it holds for what is allocated from now on, and what is held beyond it goes as blocks are freed;
+    "rejected": pages in an unknown state hold more than that, for good (`reason`); and of a request "stale": a limit of a later
+    revision stands, "conflict": another limit of this very revision stands. The other numbers are always those of the limit that
+    stands: `revision` 0 is the limit that a pool begins with, all that it reserved, and `limit_bytes` is never more than that.
+    `occupied_bytes`: of mapped pages, the reserve among them, and of lost ones.
+    """
+
+    state: Literal["applied", "deferred", "rejected", "stale", "conflict"]
+    revision: int
+    limit_bytes: int
+    occupied_bytes: int
+    reason: str | None
 
 
 class KVCacheManager(_core.Pool):
@@ -25,7 +44,7 @@ class KVCacheManager(_core.Pool):
         cell_size: bytes of one token in one buffer.
         num_layers: layers of the group.
         world_size, pp_rank: must be 1 and 0: engines of several ranks are not supported yet.
-        async_sched: emptied pages stay mapped until `end_step` says that queued GPU work has ended.
+        async_sched: emptied pages stay mapped until `release_through` says that queued GPU work has ended.
         reserve_null_block: block 0 is taken and backed for good.
         num_kv_buffers: buffers a layer (2: K and V apart; 1: combined or latent).
         group_id: which group of this process.
@@ -33,8 +52,10 @@ class KVCacheManager(_core.Pool):
 
     Raises:
         KVCachedConfigError: numbers that make no cache or do not fit the tensors of the group. GeometryError: no page fits.
-        KVCachePoolExhausted: the null block could not be backed.
+        KVCachePoolExhausted: the null block, or the minimum reserve, could not be backed.
     """
+
+    _num_layers: int
 
     def __new__(
         cls,
@@ -80,7 +101,7 @@ class KVCacheManager(_core.Pool):
             raise KVCachedConfigError(
                 f"group {group_id} has {ftensor.geometry.num_buffers} buffers, not {num_layers} layers x {num_kv_buffers}"
             )
-        return super().__new__(
+        made = super().__new__(
             cls,
             ftensor,
             geometry=ftensor.geometry.with_block(block_bytes, tokens_per_block=block_size),
@@ -91,11 +112,58 @@ class KVCacheManager(_core.Pool):
             pool_name=pool_name or f"group {group_id}",
             **Settings.from_env().pool_options,
         )
+        made._num_layers = num_layers
+        return made
 
     @property
     def layout(self) -> str:
         """One line that says how blocks lie in the tensors and why."""
         return self.geometry.explain()
+
+    def set_memory_limit(
+        self, limit_bytes: SupportsIndex, *, revision: SupportsIndex | None = None
+    ) -> MemoryLimit:
+        """Have at most so many bytes of memory under the tensors, padding included; see `MemoryLimit` for what comes of it.
+
+        A larger limit holds at once. A smaller one keeps live blocks where they are: memory leaves in the background, the reserve
+        first. 0 drains the pool; the page of the null block stays.
+
+        Args:
+            limit_bytes: whole pages count. More than is reserved means all of it.
+            revision: from 1, greater than the one that stands, so that a request that comes late does not undo a newer one;
+                None: the next.
+
+        Raises:
+            KVCachedConfigError: no ints from 0 on; nothing was changed.
+        """
+        return MemoryLimit(*super().set_memory_limit(limit_bytes, revision=revision))
+
+    def memory_limit_state(self) -> MemoryLimit:
+        """The limit that stands, and whether it is met now."""
+        return MemoryLimit(*super().memory_limit_state())
+
+    def resize(self, bytes_per_layer: int) -> bool:
+        """Have room for at most so many bytes of KV cache of each layer, all its buffers together: `set_memory_limit` in other
+        numbers, with the next revision. Whole pages count; as many bytes as all blocks have mean all pages.
+
+        Returns:
+            Whether it holds, now ("applied") or as soon as what is held beyond it is freed ("deferred").
+
+        Raises:
+            KVCachedConfigError: not an int from 0 on. QuarantinedResizeError: pages in an unknown state hold more; the limit that
+            stood stands.
+        """
+        if not isinstance(bytes_per_layer, int) or bytes_per_layer < 0:
+            raise KVCachedConfigError(f"bytes_per_layer={bytes_per_layer!r}: use an int from 0 on")
+        block_bytes = self.geometry.block_bytes * self.geometry.num_buffers // self._num_layers
+        num_blocks = bytes_per_layer // block_bytes
+        num_pages = num_blocks // self.geometry.blocks_per_page
+        if num_blocks >= self.num_blocks:
+            num_pages = self.geometry.num_pages(self.num_blocks)  # the last one may have fewer blocks
+        limit = self.set_memory_limit(num_pages * self.geometry.page_bytes)
+        if limit.state == "rejected":
+            raise QuarantinedResizeError(f"bytes_per_layer={bytes_per_layer}: {limit.reason}")
+        return limit.state in ("applied", "deferred")
 
     def get_mapped_memory_size(self, unit: str = "GB") -> float:
         """Physical memory behind the tensors, the reserve included, in "B", "KB", "MB" or "GB" (binary units)."""

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from kvcached import _core
 from kvcached.errors import BlockError, KVCachePoolExhausted, StateConsistencyError
 from kvcached.integration.vllm import block_pool
+from tests.ranges import settled_pages
 
 NUM_BLOCKS = 61
 GEOMETRY = _core.Geometry.solve(3, 8192, 4096, page_bytes=3 * 8192 * 4, tokens_per_block=16)
@@ -26,7 +27,7 @@ class BoundedPool(_core.Pool):
     budget_pages = 1000
 
     def reserve_demand(self, n: int) -> int:
-        left = max(0, self.budget_pages - len(self.ftensor.mapped_pages()))
+        left = max(0, self.budget_pages - len(settled_pages(self)))
         return super().reserve_demand(min(n, self.backed_size() + left * self.geometry.blocks_per_page))
 
 
@@ -98,7 +99,7 @@ def test_allocate_and_free(pools):
     )
     check(native, pool)
     native.free_blocks(reversed(blocks))
-    assert pool.ftensor.mapped_pages() == [0]
+    assert settled_pages(pool) == [0]
     check(native, pool)
     with pytest.raises(BlockError):
         native.free_block_queue.append_n([blocks[0]])
@@ -187,9 +188,9 @@ def test_reset_prefix_cache(pools):
     assert not native.reset_prefix_cache(), "blocks are held"
     native.free_blocks(blocks)
     check(native, pool)
-    assert len(pool.ftensor.mapped_pages()) == 8
+    assert len(settled_pages(pool)) == 8
     assert native.reset_prefix_cache()
-    assert pool.ftensor.mapped_pages() == [0]
+    assert settled_pages(pool) == [0]
     assert native.get_cached_block(BlockHash((3).to_bytes(32, "big")), [0]) is None
     check(native, pool)
 
@@ -250,7 +251,7 @@ class TestShortOfMemory:
         assert demand(native, 5) == 11
         taken = native.get_new_blocks(5)
         assert {b.block_id for b in taken} == {b.block_id for b in blocks[-5:]}
-        assert len(pool.ftensor.mapped_pages()) == 3
+        assert len(settled_pages(pool)) == 3
         check(native, pool)
 
     def test_hits_need_no_memory(self, pools):
@@ -267,6 +268,20 @@ class TestShortOfMemory:
         taken = native.get_new_blocks(2)
         assert {b.block_id for b in taken} == {b.block_id for b in blocks[8:10]}
         check(native, pool)
+
+    def test_what_a_check_was_told_stays_although_idle_memory_leaves(self, pools):
+        """What has just retired leaves in the background, and nobody can have it back."""
+        native, pool = pools()
+        for _ in range(50):
+            pool.budget_pages, native.ledger.refused = 1000, False
+            epoch = pool.begin_epoch()
+            native.free_blocks(native.get_new_blocks(40))
+            pool.release_through(epoch)
+            native.ledger.refused = True
+            told = native.ledger.on_hand(40)
+            pool.budget_pages = 0
+            assert pool.quiesce() and pool.backed_size() >= told
+            native.free_blocks(native.get_new_blocks(told))
 
     def test_unchecked_callers_get_a_typed_error(self, pools):
         native, pool = pools()
@@ -296,7 +311,7 @@ def test_any_order_of_calls(pools, seed):
     for _ in range(300):
         pool.budget_pages = draw.choice([2, 5, 9, 1000])
         native.ledger.refused = False
-        epoch = pool.begin_step()
+        epoch = pool.begin_epoch()
         for _ in range(draw.randrange(4)):
             action = draw.random()
             if action < 0.5:
@@ -321,10 +336,10 @@ def test_any_order_of_calls(pools, seed):
                 cached = native.free_block_queue.cached_blocks()
                 native.evict_blocks({b.block_id for b in cached[: len(cached) // 2]})
             check(native, pool)
-        pool.end_step(epoch)
+        pool.release_through(epoch)
         check(native, pool)
     for blocks in requests:
         native.free_blocks(blocks)
     assert native.reset_prefix_cache()
-    assert pool.ftensor.mapped_pages() == [0]
+    assert settled_pages(pool) == [0]
     check(native, pool)

@@ -14,6 +14,7 @@ from kvcached.integration.memory import Agreement, EngineMemory
 from kvcached.integration.own_use import OwnUse
 from kvcached.integration.vllm import capacity, warmup
 from tests.devices import Device
+from tests.ranges import settled_pages
 
 GIB = 1 << 30
 BLOCK = 8192
@@ -87,14 +88,14 @@ class TestWarmUp:
         monkeypatch.setattr("kvcached.integration.memory.process_record", lambda engine, device: None)
         pool = memory.open_pool()
         held = pool.alloc(40)
-        mapped = memory.ftensor.mapped_pages()
+        mapped = settled_pages(pool)
 
         @warmup.back_made_up_blocks
         def warm_up(model_runner, worker_execute_model):
             worker_execute_model(output(new=[request(*range(1, 90))]))
 
         warm_up(runner, lambda scheduler_output: None)
-        assert memory.ftensor.mapped_pages() == mapped
+        assert settled_pages(pool) == mapped
         pool.free(held)
 
     def test_native_engines_pass_through(self):

@@ -13,6 +13,7 @@ from vllm.v1.core.block_pool import BlockPool
 from kvcached import _core
 from kvcached.integration.memory import EngineMemory
 from kvcached.integration.vllm import block_pool, release
+from tests.ranges import settled_pages
 
 GEOMETRY = _core.Geometry.solve(2, 8192, 4096, page_bytes=2 * 8192 * 4, tokens_per_block=16)
 
@@ -53,7 +54,7 @@ class Scheduler:
 
     @property
     def mapped(self) -> int:
-        return len(self.pool.ftensor.mapped_pages())
+        return len(settled_pages(self.pool))
 
 
 @pytest.fixture

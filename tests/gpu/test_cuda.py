@@ -174,15 +174,15 @@ def test_a_retired_page_is_read_late_and_unharmed():
     for row in rows:
         row.fill_(3)
     torch.cuda.synchronize()
-    epoch = manager.begin_step()
+    epoch = manager.begin_epoch()
     torch.cuda._sleep(400_000_000)
     sums = torch.stack([row.sum(dtype=torch.int64) for row in rows])
     manager.free(ids)
     mapped = manager.ftensor.mapped_bytes
     assert mapped > 0
     assert sums.tolist() == [3 * size] * 100
-    manager.end_step(epoch)
-    assert manager.ftensor.mapped_bytes == 0
+    manager.release_through(epoch)
+    assert manager.quiesce() and manager.ftensor.mapped_bytes == 0
     del row, rows, tensor
     manager.shutdown()
 

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator  # noqa:
 from kvcached.config import Settings  # noqa: E402
 from kvcached.integration.memory import Agreement, EngineMemory  # noqa: E402
 from kvcached.integration.sglang.allocator import make_elastic  # noqa: E402
+from tests.ranges import settled_pages  # noqa: E402
 
 TOKENS = 4096
 BUSY_CYCLES = 2_000_000_000  # about a second
@@ -72,18 +73,18 @@ def test_a_page_stays_mapped_until_the_batch_that_was_launched_has_ended(allocat
         for name, raw in tensors.items()
     }
     assert all(not bool(row.any()) for row in rows.values()), "new memory reads as zeros"
-    mapped = allocator.memory.ftensor.mapped_pages()
-    epoch = allocator.memory.latest_epoch = allocator.pool.begin_step()
+    mapped = settled_pages(allocator.pool)
+    epoch = allocator.memory.begin_epoch()
     torch.cuda._sleep(BUSY_CYCLES)
     late = [raw.view(torch.bfloat16).view(-1, 1024)[indices].sum() for raw in tensors.values()]
     done = torch.cuda.Event()
     done.record()
     allocator.free_segment(indices, start_pos=0)
     allocator.collect(wait=True)  # also waits for the batch: the copy is queued behind it
-    assert allocator.memory.ftensor.mapped_pages() == mapped, "its epoch has not ended"
+    assert settled_pages(allocator.pool) == mapped, "its epoch has not ended"
     done.synchronize()
-    allocator.pool.end_step(epoch)
-    assert allocator.memory.ftensor.mapped_pages() == [0]
+    allocator.memory.release_through(epoch)
+    assert settled_pages(allocator.pool) == [0]
     assert [float(value) for value in late] == [0.0] * len(late)
 
 
@@ -106,5 +107,5 @@ def test_clear_while_ids_are_on_their_way(allocator):
     allocator.free_segment(indices[: TOKENS // 2], start_pos=0)
     allocator.clear()
     assert allocator.logical_size() == TOKENS
-    assert allocator.memory.ftensor.mapped_pages() == [0]
+    assert settled_pages(allocator.pool) == [0]
     assert len(allocator.alloc(TOKENS).unique()) == TOKENS

@@ -727,7 +727,7 @@ def test_a_fork_is_refused_and_its_end_changes_nothing():
     assert in_fork(body) == (0, "")
     assert pool.stats() == before and all(bool((rows[block_id] == 5).all()) for block_id in ids)
     pool.free(ids)
-    assert ftensor.mapped_bytes == 0
+    assert pool.quiesce() and ftensor.mapped_bytes == 0
 
 
 # ---------------------------------------------------------------- two GPUs

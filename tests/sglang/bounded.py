@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvcached import _core
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class BoundedPool(_core.Pool):
@@ -12,6 +17,7 @@ class BoundedPool(_core.Pool):
     _credit_pages = 0
 
     def _mapped(self) -> int:
+        assert self.quiesce()  # what is on its way back is room
         return len(self.ftensor.mapped_pages())
 
     def _room(self) -> int:
@@ -43,6 +49,12 @@ class BoundedPool(_core.Pool):
         ids = super().alloc(n) if n <= self.at_most() else None
         self._settle_credit(before, refused=ids is None)
         return ids
+
+    def alloc_into(self, out: np.ndarray) -> bool:
+        ids = self.alloc(len(out))
+        if ids is not None:
+            out[:] = ids
+        return ids is not None
 
     def reserve_demand(self, n: int) -> int:
         before = self._mapped()

@@ -52,11 +52,11 @@ def share_the_device() -> None:
         plenty, none = 1 << 20, 0
         epochs = refusals = shortages = 0
 
-        def begin_step(self) -> int:
+        def begin_epoch(self) -> int:
             self.epochs += 1
             if self.budget_pages == self.plenty and self.epochs >= EPOCHS_OF_PLENTY:
                 self.budget_pages, self.refusals = self.none, 0
-            return super().begin_step()
+            return super().begin_epoch()
 
         def refused(self) -> None:
             self.refusals += 1

@@ -31,6 +31,7 @@ from kvcached.errors import BlockError, StateConsistencyError
 from kvcached.integration.refusal import UnsupportedConfiguration
 from kvcached.integration.sglang import allocator as module
 from kvcached.integration.sglang.allocator import make_elastic
+from tests.ranges import settled_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,7 +86,7 @@ def check(allocator, rows: Sequence[torch.Tensor]) -> None:
         assert not len(row) or int(row.max()) < pool.id_space * page_size
     assert len(set(held)) == len(held), "a block belongs to one"
     assert 0 not in held
-    assert set(pool.pages_of(held)) <= set(pool.ftensor.mapped_pages())
+    assert set(pool.pages_of(held)) <= set(settled_pages(pool))
     every = {pool.geometry.block_id(index) for index in range(pool.num_blocks)}
     free = allocator.free_pages.tolist()
     assert sorted(free) == sorted(every - set(held) - {0})
@@ -240,10 +241,24 @@ class TestSecure:
     def test_backs_what_was_named_and_no_more(self, elastic):
         allocator = elastic(4)
         assert allocator.secure(4 * 4 * BLOCKS_PER_PAGE) == 0
-        assert len(allocator.pool.ftensor.mapped_pages()) == 5, "page 0 has three free blocks"
-        mapped = allocator.pool.ftensor.mapped_pages()
+        assert len(settled_pages(allocator.pool)) == 5, "page 0 has three free blocks"
+        mapped = settled_pages(allocator.pool)
         assert allocator.alloc(4 * 4 * BLOCKS_PER_PAGE) is not None
-        assert allocator.pool.ftensor.mapped_pages() == mapped
+        assert settled_pages(allocator.pool) == mapped
+
+    def test_what_was_secured_stays_although_idle_memory_leaves(self, elastic):
+        """What has just retired leaves in the background, and nobody can have it back."""
+        allocator = elastic(1)
+        for _ in range(50):
+            allocator.pool.budget_pages, allocator.refused = 1000, False
+            epoch = allocator.memory.begin_epoch()
+            allocator.free(allocator.alloc(USABLE_BLOCKS))
+            allocator.memory.release_through(epoch)
+            allocator.refused, allocator.pool.budget_pages = True, 0
+            told = USABLE_BLOCKS - allocator.secure(USABLE_BLOCKS)
+            row = allocator.alloc(told)
+            assert len(row) == told
+            allocator.free(row)
 
     def test_says_how_many_tokens_lack_memory(self, elastic):
         allocator = elastic(4, budget_pages=2)
@@ -336,13 +351,13 @@ class TestFreeing:
     @every_page_size
     def test_memory_leaves_when_the_batches_that_used_it_have_ended(self, elastic, page_size):
         allocator = elastic(page_size)
-        epoch = allocator.pool.begin_step()
+        epoch = allocator.pool.begin_epoch()
         row = allocator.alloc(20 * page_size)
-        mapped = allocator.pool.ftensor.mapped_pages()
+        mapped = settled_pages(allocator.pool)
         allocator.free(row)
-        assert allocator.pool.ftensor.mapped_pages() == mapped
-        allocator.pool.end_step(epoch)
-        assert allocator.pool.ftensor.mapped_pages() == [0]
+        assert settled_pages(allocator.pool) == mapped
+        allocator.pool.release_through(epoch)
+        assert settled_pages(allocator.pool) == [0]
         check(allocator, [])
 
 
@@ -452,7 +467,7 @@ class TestClear:
             allocator.pool.budget_pages = 4
             assert allocator.alloc(20 * page_size) is None
         if state == "in a batch":
-            allocator.memory.latest_epoch = allocator.pool.begin_step()
+            allocator.memory.begin_epoch()
         if state != "new":
             row = allocator.alloc((USABLE_BLOCKS if state == "all" else 10) * page_size)
             if state == "open group":
@@ -462,7 +477,7 @@ class TestClear:
             if state == "in a batch":
                 allocator.free(row)
         allocator.clear()
-        assert allocator.pool.ftensor.mapped_pages() == [0]
+        assert settled_pages(allocator.pool) == [0]
         check(allocator, [])
         allocator.pool.budget_pages = 100
         (row,) = extend(allocator, [NOTHING], [USABLE_BLOCKS * page_size])
@@ -475,7 +490,7 @@ class TestClear:
         allocator = elastic(4, max_reserved_bytes=2 * page_bytes)
         allocator.alloc(USABLE_BLOCKS * 4)
         allocator.clear()
-        assert len(allocator.pool.ftensor.mapped_pages()) == 3
+        assert len(settled_pages(allocator.pool)) == 3
         check(allocator, [])
 
 
@@ -524,12 +539,10 @@ class Device:
             def device(self, name: str) -> Any:
                 return SimpleNamespace(type="cuda")
 
-            def tensor(self, data: list[int], *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-                return torch.tensor(data, dtype=dtype)
-
-            def empty(self, shape: torch.Size, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+            def empty(self, shape: int | torch.Size, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
                 assert pin_memory
-                return torch.full(shape, -1, dtype=dtype).as_subclass(Pinned)
+                made = torch.full((shape,) if isinstance(shape, int) else shape, -1, dtype=dtype)
+                return made.as_subclass(Pinned)
 
         return Torch()
 
@@ -601,9 +614,9 @@ class TestFreedOnADevice:
         row = allocator.alloc(11)
         allocator.free(row[1::2])
         device.run()
-        mapped = allocator.pool.ftensor.mapped_pages()
+        mapped = settled_pages(allocator.pool)
         getattr(allocator, by)(5)
-        assert allocator.pool.ftensor.mapped_pages() == mapped
+        assert settled_pages(allocator.pool) == mapped
 
     def test_secure_waits_where_nothing_else_is_left(self, elastic, device):
         allocator = elastic(4, budget_pages=3)
@@ -625,13 +638,13 @@ class TestFreedOnADevice:
     @every_page_size
     def test_settle_brings_all_and_the_memory_leaves(self, elastic, device, page_size):
         allocator = elastic(page_size)
-        allocator.memory.latest_epoch = allocator.pool.begin_step()
+        allocator.memory.begin_epoch()
         row = allocator.alloc(USABLE_BLOCKS * page_size)
         allocator.free(row[: 20 * page_size])
         allocator.free(row[20 * page_size :])
         allocator.settle()
         assert not device.queued
-        assert allocator.pool.ftensor.mapped_pages() == [0]
+        assert settled_pages(allocator.pool) == [0]
         check(allocator, [])
 
     @every_page_size
@@ -758,8 +771,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     @rule()
     def a_batch(self):
         memory = self.allocator.memory
-        memory.latest_epoch = self.allocator.pool.begin_step()
-        self.allocator.pool.end_step(memory.latest_epoch)
+        memory.release_through(memory.begin_epoch())
 
     @rule()
     def settle(self):

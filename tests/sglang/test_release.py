@@ -13,6 +13,7 @@ import pytest
 from conftest import USABLE_BLOCKS, native_allocator
 
 from kvcached.integration.sglang import admission, release
+from tests.ranges import settled_pages
 
 PAGE_SIZE = 4
 EIGHT_BLOCKS = 8 * PAGE_SIZE
@@ -52,7 +53,7 @@ class Scheduler:
 
     @property
     def mapped(self) -> int:
-        return len(self.token_to_kv_pool_allocator.pool.ftensor.mapped_pages())
+        return len(settled_pages(self.token_to_kv_pool_allocator.pool))
 
 
 @pytest.fixture
@@ -136,9 +137,11 @@ def test_what_is_freed_can_be_allocated_at_once(scheduler, allocator):
 
 def test_idle_settles_once(scheduler, allocator, monkeypatch):
     ended = []
-    end_step = type(allocator.pool).end_step
+    release_through = type(allocator.memory).release_through
     monkeypatch.setattr(
-        type(allocator.pool), "end_step", lambda self, epoch: (ended.append(epoch), end_step(self, epoch))[1]
+        type(allocator.memory),
+        "release_through",
+        lambda self, epoch: (ended.append(epoch), release_through(self, epoch))[1],
     )
     row = allocator.alloc(EIGHT_BLOCKS)
     scheduler.run_batch("a batch whose result never comes")

@@ -67,7 +67,7 @@ ENGINES = {
     "unified": Engine(16, environment=STRICT | {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}),
     "dense": Engine(16, environment=STRICT | {"KVCACHED_LAYOUT": "per-layer", "KVCACHED_UNBACKED": "zero"}),
     "mutant": Engine(16, environment=STRICT | {"TEST_HOOK": "shift"}),
-    "shared": Engine(1, environment=STRICT | {"TEST_HOOK": "share"}),
+    "shared": Engine(1, environment=STRICT | {"TEST_HOOK": "share", "KVCACHED_MAX_RESERVED_MB": "0"}),
     "refused": Engine(16, MIXED, ELASTIC),
     "refused-strict": Engine(16, MIXED, STRICT),
 }

@@ -52,6 +52,8 @@ FTENSOR_CALLS: dict[str, tuple] = {
 POOL_FIXED = {"ftensor", "geometry", "num_blocks", "id_space", "null_block"}
 POOL_CALLS: dict[str, tuple] = {
     "alloc": (1,),
+    "alloc_array": (1,),
+    "alloc_into": (np.zeros(1, np.int64),),
     "free": ([0],),
     "claim": ([17],),
     "available_size": (),
@@ -65,8 +67,10 @@ POOL_CALLS: dict[str, tuple] = {
     "quiesce": (),
     "try_to_reserve": (1,),
     "free_reserved": (),
-    "begin_step": (),
-    "end_step": (0,),
+    "begin_epoch": (),
+    "release_through": (0,),
+    "set_memory_limit": (0,),
+    "memory_limit_state": (),
     "trim": (),
     "clear": (),
     "shutdown": (),

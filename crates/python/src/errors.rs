@@ -1,5 +1,7 @@
 //! The Python exception types, and which Rust error becomes which.
 
+use std::fmt::Display;
+
 use kvcached_control::ControlError;
 use kvcached_pool::{BlockError, PoolError};
 use kvcached_vmm::{DeviceNameError, DriverError, GeometryError, VmmError};
@@ -32,7 +34,7 @@ const QUARANTINED: usize = 6;
 const CONSISTENCY: usize = 7;
 const BLOCK: usize = 8;
 
-const KINDS: [Kind; 9] = [
+const KINDS: [Kind; 10] = [
     Kind { name: "KVCachedError", bases: &[Base::Runtime], doc: "Any error of kvcached." },
     Kind {
         name: "KVCachedConfigError",
@@ -73,6 +75,11 @@ const KINDS: [Kind; 9] = [
         name: "BlockError",
         bases: &[Base::Ours(ERROR), Base::Value],
         doc: "A block id freed twice or never handed out; nothing was changed.",
+    },
+    Kind {
+        name: "QuarantinedResizeError",
+        bases: &[Base::Ours(QUARANTINED)],
+        doc: "A smaller limit that lost pages stand in the way of; nothing was changed.",
     },
 ];
 
@@ -185,9 +192,9 @@ pub fn config(py: Python<'_>, message: String) -> PyErr {
     raise(py, CONFIG, message)
 }
 
-/// No block has this id.
-pub fn no_such_block(py: Python<'_>, id: u32) -> PyErr {
-    BlockError::Unknown { id }.raise(py)
+/// No block has this id, which may be one that fits no u32. In the words of `BlockError::Unknown`.
+pub fn no_such_block(py: Python<'_>, id: &dyn Display) -> PyErr {
+    raise(py, BLOCK, format!("no block has id {id}"))
 }
 
 impl Raise for PoolError {

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyRange;
 
 use crate::errors::Raise;
+use crate::ids;
 
 /// Where the blocks of a group lie: pure arithmetic, no memory.
 #[pyclass(frozen, eq, module = "kvcached._core")]
@@ -138,12 +139,17 @@ impl Geometry {
         self.inner.block_id(index).map_err(|e| e.raise(py))
     }
 
-    fn index(&self, py: Python<'_>, block_id: u32) -> PyResult<u64> {
-        self.inner.index(block_id).ok_or_else(|| crate::errors::no_such_block(py, block_id))
+    fn index(&self, py: Python<'_>, block_id: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let id = ids::block(block_id)?;
+        self.inner.index(id).ok_or_else(|| crate::errors::no_such_block(py, &id))
     }
 
-    fn pages_of_row<'py>(&self, py: Python<'py>, block_id: u32) -> PyResult<Bound<'py, PyRange>> {
-        let pages = self.inner.pages_of_row(block_id);
+    fn pages_of_row<'py>(
+        &self,
+        py: Python<'py>,
+        block_id: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyRange>> {
+        let pages = self.inner.pages_of_row(ids::block(block_id)?);
         PyRange::new(py, pages.start as isize, pages.end as isize)
     }
 

@@ -8,6 +8,7 @@ use pyo3::types::PyDict;
 mod dlpack;
 mod errors;
 mod geometry;
+mod ids;
 mod instance;
 mod pool;
 mod tensor;

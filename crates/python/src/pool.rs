@@ -1,26 +1,45 @@
 //! `Pool`.
 
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvcached_ledger::{Layout, PageOrder};
-use kvcached_pool::{Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
+use kvcached_pool::{MemoryLimit, Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList};
 
 use crate::errors::Raise;
 use crate::geometry::Geometry;
+use crate::ids::{self, Room};
 use crate::instance::InstanceRecord;
 use crate::tensor::FTensor;
 
 /// A ledger over an `FTensor`: hands out block ids of backed pages.
 #[pyclass(frozen, subclass, module = "kvcached._core")]
 pub struct Pool {
-    inner: Inner,
+    /// Dropped without the GIL.
+    inner: ManuallyDrop<Inner>,
     ftensor: Py<FTensor>,
     geometry: Geometry,
     num_blocks: u32,
+}
+
+/// A limit as Python has it: its state, revision, bytes, the bytes that are occupied, and why it is not met.
+type Limit = (&'static str, u64, u64, u64, Option<String>);
+
+fn limit(of: MemoryLimit) -> Limit {
+    (of.state.as_str(), of.revision, of.limit_bytes, of.occupied_bytes, of.reason)
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses the field afterwards.
+        let mut inner = Some(unsafe { ManuallyDrop::take(&mut self.inner) });
+        // It shuts down and may wait for the device. At the end of an interpreter nobody else needs the GIL.
+        let _ = Python::try_attach(|py| py.detach(|| drop(inner.take())));
+    }
 }
 
 impl Pool {
@@ -31,6 +50,36 @@ impl Pool {
         call: impl FnOnce(&Inner) -> Result<T, PoolError> + Send,
     ) -> PyResult<T> {
         py.detach(|| call(&self.inner)).map_err(|e| e.raise(py))
+    }
+
+    /// What is on hand is had at once; for anything else the GIL is let go.
+    fn take(&self, py: Python<'_>, n: u32) -> PyResult<Option<Vec<u32>>> {
+        match self.inner.alloc_on_hand(n).map_err(|e| e.raise(py))? {
+            Some(ids) => Ok(Some(ids)),
+            None => self.run(py, |pool| pool.alloc(n)),
+        }
+    }
+
+    /// Allocates as many as `room` takes; false, and nothing was written, where they cannot be had.
+    fn take_into<'py>(&self, py: Python<'py>, room: &Room<'py>) -> PyResult<bool> {
+        let n = u32::try_from(room.len).unwrap_or(u32::MAX); // more than any pool has
+        let Some(ids) = self.take(py, n)? else { return Ok(false) };
+        self.handed_over(py, &ids, || room.fill(py, &ids))?;
+        Ok(true)
+    }
+
+    /// What `give` makes of blocks that were just allocated. They are freed where it fails: nobody would know of them.
+    fn handed_over<T>(&self, py: Python<'_>, ids: &[u32], give: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
+        let given = give();
+        if given.is_err() {
+            self.inner.free(ids).map_err(|e| e.raise(py))?;
+        }
+        given
+    }
+
+    fn whole(&self) -> String {
+        let pages = self.geometry.inner.num_pages(self.num_blocks.into());
+        format!("a pool of {} pages", pages.unwrap_or_default())
     }
 }
 
@@ -92,7 +141,12 @@ impl Pool {
             }
         };
         let inner = py.detach(|| Inner::new(config, tensor, meter)).map_err(|e| e.raise(py))?;
-        Ok(Pool { inner, ftensor, geometry: Geometry { inner: geometry }, num_blocks })
+        Ok(Pool {
+            inner: ManuallyDrop::new(inner),
+            ftensor,
+            geometry: Geometry { inner: geometry },
+            num_blocks,
+        })
     }
 
     #[getter]
@@ -120,18 +174,35 @@ impl Pool {
         self.inner.null_block()
     }
 
-    fn alloc(&self, py: Python<'_>, n: u32) -> PyResult<Option<Vec<u32>>> {
-        match self.inner.alloc_on_hand(n).map_err(|e| e.raise(py))? {
-            Some(ids) => Ok(Some(ids)),
-            None => self.run(py, |pool| pool.alloc(n)),
-        }
+    fn alloc<'py>(&self, py: Python<'py>, n: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyList>>> {
+        let ids = self.take(py, ids::count(n)?)?;
+        ids.map(|ids| self.handed_over(py, &ids, || PyList::new(py, &ids))).transpose()
     }
 
-    fn free(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<()> {
+    fn alloc_array<'py>(
+        &self,
+        py: Python<'py>,
+        n: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let n = ids::count(n)?;
+        if n > self.num_blocks {
+            return self.take(py, n).map(|_| None); // as `alloc`, and no array is made for them
+        }
+        let (room, array) = Room::numpy(py, n as usize)?;
+        Ok(self.take_into(py, &room)?.then_some(array))
+    }
+
+    fn alloc_into<'py>(&self, py: Python<'py>, out: &Bound<'py, PyAny>) -> PyResult<bool> {
+        self.take_into(py, &Room::of(out)?)
+    }
+
+    fn free(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let ids = ids::blocks(ids)?;
         self.inner.free(&ids).map_err(|e| e.raise(py))
     }
 
-    fn claim(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<()> {
+    fn claim(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let ids = ids::blocks(ids)?;
         self.run(py, |pool| pool.claim(&ids))
     }
 
@@ -160,11 +231,13 @@ impl Pool {
         self.inner.backed().map_err(|e| e.raise(py))
     }
 
-    fn reserve_demand(&self, py: Python<'_>, n: u32) -> PyResult<u32> {
+    fn reserve_demand(&self, py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<u32> {
+        let n = ids::count(n)?;
         self.run(py, |pool| pool.reserve_demand(n))
     }
 
-    fn try_to_reserve(&self, py: Python<'_>, n: u32) -> PyResult<bool> {
+    fn try_to_reserve(&self, py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let n = ids::count(n)?;
         self.run(py, |pool| pool.try_to_reserve(n))
     }
 
@@ -172,12 +245,28 @@ impl Pool {
         self.run(py, Inner::free_reserved)
     }
 
-    fn begin_step(&self, py: Python<'_>) -> PyResult<u64> {
+    fn begin_epoch(&self, py: Python<'_>) -> PyResult<u64> {
         self.inner.begin_epoch().map_err(|e| e.raise(py))
     }
 
-    fn end_step(&self, py: Python<'_>, marker: u64) -> PyResult<()> {
+    fn release_through(&self, py: Python<'_>, marker: u64) -> PyResult<()> {
         self.inner.release_through(marker).map_err(|e| e.raise(py))
+    }
+
+    #[pyo3(signature = (limit_bytes, *, revision = None))]
+    fn set_memory_limit(
+        &self,
+        py: Python<'_>,
+        limit_bytes: &Bound<'_, PyAny>,
+        revision: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Limit> {
+        let bytes = ids::natural("limit_bytes", limit_bytes)?;
+        let revision = revision.map(|revision| ids::natural("revision", revision)).transpose()?;
+        self.inner.set_limit(bytes, revision).map(limit).map_err(|e| e.raise(py))
+    }
+
+    fn memory_limit_state(&self, py: Python<'_>) -> PyResult<Limit> {
+        self.inner.limit().map(limit).map_err(|e| e.raise(py))
     }
 
     fn trim(&self, py: Python<'_>) -> PyResult<u64> {
@@ -199,15 +288,18 @@ impl Pool {
         self.run(py, |pool| pool.quiesce(timeout))
     }
 
-    fn keep_on_hand(&self, py: Python<'_>, n: u32) -> PyResult<u32> {
+    fn keep_on_hand(&self, py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<u32> {
+        let n = ids::count(n)?;
         self.inner.keep_on_hand(n).map_err(|e| e.raise(py))
     }
 
-    fn get_page_occupancy(&self, py: Python<'_>, page_ids: Vec<u32>) -> PyResult<Vec<(u32, u32)>> {
+    fn get_page_occupancy(&self, py: Python<'_>, page_ids: &Bound<'_, PyAny>) -> PyResult<Vec<(u32, u32)>> {
+        let page_ids = ids::pages(page_ids, || self.whole())?;
         self.inner.occupancy(&page_ids).map_err(|e| e.raise(py))
     }
 
-    fn pages_of(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<Vec<u32>> {
+    fn pages_of(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+        let ids = ids::blocks(ids)?;
         self.inner.pages_of(&ids).map_err(|e| e.raise(py))
     }
 

@@ -11,6 +11,7 @@ use pyo3::types::PyTuple;
 use crate::dlpack;
 use crate::errors::Raise;
 use crate::geometry::Geometry;
+use crate::ids;
 
 /// The device of this name.
 pub fn parse_device(py: Python<'_>, name: &str) -> PyResult<Device> {
@@ -164,15 +165,18 @@ impl FTensor {
         Ok(self.view(address, vec![2, bytes], vec![self.inner.buffer_stride(), 1]))
     }
 
-    fn map(&self, py: Python<'_>, pages: Vec<u32>) -> PyResult<Vec<u32>> {
+    fn map(&self, py: Python<'_>, pages: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+        let pages = self.pages(pages)?;
         py.detach(|| self.inner.map(&pages)).map_err(|e| e.raise(py))
     }
 
-    fn unmap(&self, py: Python<'_>, pages: Vec<u32>) -> PyResult<()> {
+    fn unmap(&self, py: Python<'_>, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+        let pages = self.pages(pages)?;
         py.detach(|| self.inner.unmap(&pages)).map_err(|e| e.raise(py))
     }
 
-    fn prepare_unmap(&self, py: Python<'_>, transaction: u64, pages: Vec<u32>) -> PyResult<()> {
+    fn prepare_unmap(&self, py: Python<'_>, transaction: u64, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+        let pages = self.pages(pages)?;
         py.detach(|| self.inner.prepare_unmap(transaction, &pages)).map_err(|e| e.raise(py))
     }
 
@@ -198,6 +202,10 @@ impl FTensor {
     /// Refuses in a fork of the process, which has none of the memory.
     pub fn check_owner(&self, py: Python<'_>, call: &'static str) -> PyResult<()> {
         self.inner.check_owner(call).map_err(|e| e.raise(py))
+    }
+
+    fn pages(&self, pages: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+        ids::pages(pages, || format!("the range of {} pages", self.inner.num_pages()))
     }
 
     fn view(&self, address: usize, shape: Vec<u64>, strides: Vec<u64>) -> Buffer {

@@ -62,6 +62,7 @@ class EngineMemory:
         self.pool: _core.Pool | None = None
         self.own_use: OwnUse | None = None
         self.latest_epoch = 0
+        """What `begin_epoch` returned last."""
         self._ftensor: _core.FTensor | None = None
         self._on_refusal: list[Callable[[], None]] = []
 
@@ -196,6 +197,20 @@ class EngineMemory:
             pool_name=f"engine {next(_engine_numbers)}",
             **self.settings.pool_options,
         )
+        return self.pool
+
+    def begin_epoch(self) -> int:
+        """Work is about to be queued that may read any page which is mapped now. Returns its epoch."""
+        self.latest_epoch = self._opened().begin_epoch()
+        return self.latest_epoch
+
+    def release_through(self, epoch: int) -> None:
+        """All work up to this epoch has ended: what was freed by then may leave."""
+        self._opened().release_through(epoch)
+
+    def _opened(self) -> _core.Pool:
+        if self.pool is None:
+            raise _core.StateConsistencyError("the pool of this engine is not open, or closed already")
         return self.pool
 
     def close(self) -> None:

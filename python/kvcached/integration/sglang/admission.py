@@ -43,7 +43,7 @@ def begin_pass(original: Any) -> Any:
         if waiting or last_batch or not running_batch.is_empty():
             # What is evicted or retracted in this pass is for those that are admitted in it: it stays mapped until
             # their batch, or an idle moment, has ended the epoch. Others would take what leaves before it is allocated.
-            allocator.memory.latest_epoch = allocator.pool.begin_step()
+            allocator.memory.begin_epoch()
         if waiting and running_batch.batch_is_full and allocator.is_short:
             # "Full" was said of memory, which may have come back since; SGLang would wait for a request to end.
             running_batch.batch_is_full = False

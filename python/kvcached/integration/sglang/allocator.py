@@ -94,14 +94,14 @@ class ElasticAllocator:
         self.pool.refresh_credit(LEAVE_BYTES)
 
     def secure(self, num_tokens: int) -> int:
-        """Back memory for that many free tokens. They stay on hand until they are allocated or a batch has ended.
+        """Back memory for that many free tokens. They stay on hand until they are allocated or an epoch begins or ends.
 
         Returns:
             How many of them lack memory: 0 where all is well. Tokens that are not free at all are SGLang's business.
         """
         self.collect()
         blocks = min(-(-num_tokens // self.page_size), self.logical_size() // self.page_size)
-        on_hand = self.pool.backed_size()
+        on_hand = self.pool.keep_on_hand(blocks)
         if on_hand < blocks and not self.refused:
             on_hand = self.pool.reserve_demand(blocks)
         if on_hand < blocks and self._pending:
@@ -119,7 +119,8 @@ class ElasticAllocator:
         if self._shown is not None:
             return self._shown
         self.collect(wait=True)
-        return self._to_device([block for block in self.pool.free_ids() if block != 0])
+        free = [block for block in self.pool.free_ids() if block != 0]
+        return torch.tensor(free, dtype=torch.int64).to(self.device)
 
     @free_pages.setter
     def free_pages(self, pages: torch.Tensor) -> None:
@@ -136,7 +137,7 @@ class ElasticAllocator:
         ids = self._take(num_pages)
         if ids is None:
             return None
-        self._shown = self._to_device(ids)
+        self._shown = ids.to(self.device, non_blocking=True)
         indices = None
         try:
             indices = native()
@@ -144,25 +145,23 @@ class ElasticAllocator:
         finally:
             self._shown = None
             if indices is None:
-                self.pool.free(ids)
+                self.pool.free(ids.numpy())
         if indices is not None and left:
             raise StateConsistencyError(
                 f"SGLang took {num_pages - left} pages of the {num_pages} that it needs"
             )
         return indices
 
-    def _take(self, num_pages: int) -> list[int] | None:
+    def _take(self, num_pages: int) -> torch.Tensor | None:
+        """So many ids, on the host. The core writes them where the device copies them from."""
+        ids = torch.empty(num_pages, dtype=torch.int64, pin_memory=self._on_gpu)
         self.collect()
-        ids = self.pool.alloc(num_pages)
-        if ids is None and self._pending:
+        had = self.pool.alloc_into(ids.numpy())
+        if not had and self._pending:
             self.collect(wait=True)
-            ids = self.pool.alloc(num_pages)
-        self.refused = self.refused or (ids is None and num_pages * self.page_size <= self.logical_size())
-        return ids
-
-    def _to_device(self, ids: list[int]) -> torch.Tensor:
-        on_host = torch.tensor(ids, dtype=torch.int64, pin_memory=self._on_gpu)
-        return on_host.to(self.device, non_blocking=True)
+            had = self.pool.alloc_into(ids.numpy())
+        self.refused = self.refused or (not had and num_pages * self.page_size <= self.logical_size())
+        return ids if had else None
 
     @property
     def _on_gpu(self) -> bool:
@@ -173,7 +172,7 @@ class ElasticAllocator:
     def give(self, ids: torch.Tensor) -> None:
         """These pages are free. The tensor may be changed by work that is queued after this call."""
         if not self._on_gpu:
-            self.pool.free(ids.tolist())
+            self.pool.free(ids.numpy())
             return
         on_host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
         on_host.copy_(ids, non_blocking=True)
@@ -192,7 +191,7 @@ class ElasticAllocator:
             freed = self._pending.popleft()
             freed.copied.synchronize()
             self._pending_blocks -= len(freed.ids)
-            self.pool.free(freed.ids.tolist())
+            self.pool.free(freed.ids.numpy())
 
     def settle(self) -> None:
         """Nothing is queued and every result was processed: whatever was freed leaves now."""
@@ -200,7 +199,7 @@ class ElasticAllocator:
             self.memory.ftensor.synchronise()
             self.collect(wait=True)
             self._settled = self.memory.latest_epoch
-            self.pool.end_step(self._settled)
+            self.memory.release_through(self._settled)
 
     def clear(self) -> None:
         """Nothing is held any more, in whatever state this allocator is; waits for the GPU."""

@@ -35,7 +35,7 @@ def begin_step(original: Any) -> Any:
         allocator = self.token_to_kv_pool_allocator
         if not isinstance(allocator, ElasticAllocator):
             return original(self, batch, pp_proxy_tensors)
-        epoch = allocator.memory.latest_epoch = allocator.pool.begin_step()
+        epoch = allocator.memory.begin_epoch()
         result = original(self, batch, pp_proxy_tensors)
         done = None
         if self.device == "cuda":
@@ -59,7 +59,7 @@ def end_step(original: Any) -> Any:
             if step.done is not None:
                 step.done.synchronize()
             allocator.collect()
-            allocator.pool.end_step(step.epoch)
+            allocator.memory.release_through(step.epoch)
         return outcome
 
     return process_batch_result

@@ -70,7 +70,7 @@ class BlockLedger:
 
     def on_hand(self, wanted: int) -> int:
         """Back pages until `wanted` free blocks are on hand; returns how many are, fewer where memory is
-        short.
+        short. They stay until they are taken or an epoch begins or ends.
         """
         wanted = min(wanted, self.free)
         if wanted == 0:
@@ -79,7 +79,7 @@ class BlockLedger:
             if self.pool.reserve_demand(wanted) >= wanted:
                 return wanted
             self.refused = True
-        return min(self.pool.backed_size(), wanted)
+        return self.pool.keep_on_hand(wanted)
 
     def take(self, count: int) -> list[Any]:
         """`count` free blocks, which must be on hand."""

@@ -30,7 +30,7 @@ def begin_step(original: Any) -> Any:
         if memory is None or memory.pool is None:
             return original(self, *args, **kwargs)
         ledger = self.kv_cache_manager.block_pool.ledger
-        epoch = memory.latest_epoch = memory.pool.begin_step()
+        epoch = memory.begin_epoch()
         ledger.begin_step()
         output = original(self, *args, **kwargs)
         setattr(output, _EPOCH, epoch)
@@ -58,7 +58,7 @@ def end_step(original: Any) -> Any:
             # ask for its output: what it reads would stay mapped while the engine idles.
             memory.ftensor.synchronise()
             epoch = memory.latest_epoch
-        memory.pool.end_step(epoch)
+        memory.release_through(epoch)
         return result
 
     return update_from_output
