@@ -17,7 +17,8 @@ use crate::reserve::{Bounds, Demand};
 use crate::state::{Guard, Phase, Shared, State, Tally};
 use crate::sync::{Condvar, Mutex, thread};
 
-/// Driver calls and waits that one call makes at most, where other threads take what it backed.
+/// Driver calls that one call makes at most, where other threads take what it backed. Waits are bounded by its patience alone: what
+/// others do may wake it any number of times.
 const MAX_ROUNDS: u32 = 64;
 
 /// Hands out block ids of backed pages. Thread-safe; shut down when dropped. Every call fails with `Forked` in a fork of the
@@ -142,7 +143,8 @@ impl Pool {
     pub fn claim(&self, ids: &[u32]) -> Result<(), PoolError> {
         let deadline = self.shared.deadline();
         let mut state = self.shared.enter()?;
-        for _ in 0..MAX_ROUNDS {
+        let mut rounds = 0;
+        while rounds < MAX_ROUNDS {
             match state.ledger.plan_claim(ids)? {
                 ClaimPlan::Ready => return Ok(state.ledger.claim(ids)?),
                 ClaimPlan::InMotion => {
@@ -150,7 +152,8 @@ impl Pool {
                     state = next;
                 }
                 ClaimPlan::Map(pages) => {
-                    let (next, backing) = self.back(state, &pages, deadline)?;
+                    rounds += 1;
+                    let (next, backing) = self.back(state, &pages, deadline, |_| false)?;
                     state = next;
                     if let Backing::Short(source) = backing {
                         return Err(PoolError::Exhausted { pages: pages.len() as u32, source });
@@ -228,7 +231,8 @@ impl Pool {
         let deadline = self.shared.deadline();
         let mut at_most = u32::MAX;
         let mut state = self.shared.enter()?;
-        for _ in 0..MAX_ROUNDS {
+        let mut rounds = 0;
+        while rounds < MAX_ROUNDS {
             // Also while the driver is called: what is on hand then must not leave behind it.
             state.kept_on_hand = state.kept_on_hand.max(n);
             if state.ledger.backed_free_blocks() >= n {
@@ -243,7 +247,9 @@ impl Pool {
             if pages.is_empty() {
                 break;
             }
-            let (next, backing) = self.back(state, &pages, deadline)?;
+            rounds += 1;
+            let enough = |ledger: &Ledger| ledger.backed_free_blocks() >= n;
+            let (next, backing) = self.back(state, &pages, deadline, enough)?;
             state = next;
             match backing {
                 Backing::Done | Backing::Again => {}
@@ -443,7 +449,8 @@ impl Pool {
             return Ok(Some(taken)); // mostly so, and then without a look at the clock
         }
         let deadline = self.shared.deadline();
-        for _ in 0..MAX_ROUNDS {
+        let mut rounds = 0;
+        while rounds < MAX_ROUNDS {
             let need = need(&state.ledger);
             if state.ledger.available_blocks() < need {
                 return Ok(None);
@@ -452,8 +459,10 @@ impl Pool {
                 let Some(next) = self.wait(state, deadline)? else { return Ok(None) };
                 state = next;
             } else {
+                rounds += 1;
                 let pages = state.ledger.plan_backing(need, u32::MAX);
-                let (next, backing) = self.back(state, &pages, deadline)?;
+                let enough = |ledger: &Ledger| ledger.backed_free_blocks() >= need;
+                let (next, backing) = self.back(state, &pages, deadline, enough)?;
                 state = next;
                 if let Backing::Short(_) = backing {
                     return Ok(take(&mut state)); // somebody may have freed meanwhile
@@ -467,14 +476,16 @@ impl Pool {
     }
 
     /// [`Shared::back`], on demand of a caller. Where the device refuses while memory of this pool is on its way back, or came
-    /// back meanwhile, nothing is known yet.
+    /// back meanwhile, nothing is known yet: it is asked again when a driver call has ended, not whenever others do something,
+    /// unless there is `enough` by then.
     fn back<'a>(
         &'a self,
         state: Guard<'a>,
         pages: &[u32],
         deadline: Instant,
+        enough: impl Fn(&Ledger) -> bool,
     ) -> Result<(Guard<'a>, Backing), PoolError> {
-        let settled = state.settlements;
+        let settled = state.settlements + 1; // with this call
         let (mut state, outcome) = self.shared.back(state, pages)?;
         state.still_open()?;
         let source = match outcome {
@@ -485,16 +496,16 @@ impl Pool {
             Err(MapFailure::OutOfMemory { source }) => source,
             Err(failure) => return Err(PoolError::from_map(failure, pages.len() as u32)),
         };
-        if state.settlements > settled + 1 {
-            return Ok((state, Backing::Again));
+        while state.settlements == settled && !enough(&state.ledger) {
+            if state.ledger.page_counts().in_motion() == 0 {
+                return Ok((state, Backing::Short(source)));
+            }
+            match self.wait(state, deadline)? {
+                Some(next) => state = next,
+                None => return Ok((self.shared.enter()?, Backing::Short(source))),
+            }
         }
-        if state.ledger.page_counts().in_motion() == 0 {
-            return Ok((state, Backing::Short(source)));
-        }
-        match self.wait(state, deadline)? {
-            Some(state) => Ok((state, Backing::Again)),
-            None => Ok((self.shared.enter()?, Backing::Short(source))),
-        }
+        Ok((state, Backing::Again))
     }
 
     /// Waits for a change. `None`: there was none before `deadline`.
