@@ -415,21 +415,25 @@ impl Pool {
         if state.phase == Phase::Open {
             state.phase = Phase::Ending;
         }
-        let attempts = state.pager.end_attempts;
-        state.pager.end_asked = state.phase == Phase::Ending;
-        while state.phase == Phase::Ending && state.pager.end_attempts == attempts && !state.pager.gone {
-            match state.wait(deadline)? {
-                Some(next) => state = next,
-                None => return Err(PoolError::overdue()),
+        loop {
+            let attempts = state.pager.end_attempts;
+            state.pager.end_asked = state.phase == Phase::Ending;
+            while state.phase == Phase::Ending && state.pager.end_attempts == attempts && !state.pager.gone {
+                match state.wait(deadline)? {
+                    Some(next) => state = next,
+                    None => return Err(PoolError::overdue()),
+                }
             }
-        }
-        if let Some(failure) = state.pager.end_failure.take() {
-            return Err(match failure.quarantined.is_empty() {
-                true => PoolError::Driver { source: failure.source },
-                false => PoolError::Quarantined { pages: failure.quarantined, source: failure.source },
-            });
-        }
-        if state.phase != Phase::Ended {
+            if let Some(failure) = state.pager.end_failure.take() {
+                return Err(match failure.quarantined.is_empty() {
+                    true => PoolError::Driver { source: failure.source },
+                    false => PoolError::Quarantined { pages: failure.quarantined, source: failure.source },
+                });
+            }
+            if state.phase == Phase::Ended {
+                break;
+            }
+            // Else the attempt failed, and another caller was told why.
             state.intact()?;
         }
         Ok(u64::from(state.ledger.page_counts().quarantined) * shared.page_bytes)
