@@ -175,7 +175,15 @@ struct Last<'a> {
 impl Drop for Last<'_> {
     fn drop(&mut self) {
         match self.shared.lock() {
-            Ok(mut state) => state.pager.gone = true,
+            Ok(mut state) => {
+                state.pager.gone = true;
+                let needed = state.phase != Phase::Ended && !state.pager.abandoned;
+                if needed && state.broken.is_none() {
+                    // A panic of the mapper: what it was called for is not known to have been done.
+                    state.broken =
+                        Some("the pager has stopped: nobody gives memory back any longer".to_owned());
+                }
+            }
             Err(_) => self.shared.changed.notify_all(), // a poisoned state: every waiter finds out
         }
     }

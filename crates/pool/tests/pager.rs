@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use fake::gate::Gate;
 use fake::{Call, Fake, Fault, PAGE_BYTES, check, config, pool};
-use kvcached_pool::{NoMeter, Pool, PoolConfig, PoolError};
+use kvcached_pool::{Cause, MapFailure, Mapper, NoMeter, Pool, PoolConfig, PoolError, UnmapFailure};
 
 fn with_reserve(min: u64, max: u64) -> PoolConfig {
     PoolConfig { min_reserved_bytes: min * PAGE_BYTES, max_reserved_bytes: max * PAGE_BYTES, ..config(80) }
@@ -229,6 +229,57 @@ fn a_pool_that_is_dropped_before_its_driver_answers_does_not_hang() {
     // Nobody waits for it any longer; it ends by itself.
     while Arc::strong_count(&gate) > 1 {
         std::thread::yield_now();
+    }
+}
+
+/// Panics where it is told to.
+struct Faithless {
+    in_trim: bool,
+}
+
+impl Mapper for Faithless {
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        Ok(pages.to_vec())
+    }
+    fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+        Ok(())
+    }
+    fn synchronise(&self) -> Result<(), Cause> {
+        assert!(self.in_trim, "on purpose");
+        Ok(())
+    }
+    fn room(&self) -> Result<u64, Cause> {
+        Ok(0)
+    }
+    fn held_beside(&self) -> u64 {
+        1
+    }
+    fn trim(&self) -> Result<u64, Cause> {
+        panic!("on purpose")
+    }
+    fn page_bytes(&self) -> u64 {
+        PAGE_BYTES
+    }
+    fn virtual_bytes(&self) -> u64 {
+        0
+    }
+}
+
+#[test]
+fn a_pool_whose_pager_is_gone_is_broken() {
+    for in_trim in [true, false] {
+        let pool = Pool::new(config(12), Arc::new(Faithless { in_trim }), Arc::new(NoMeter)).unwrap();
+        pool.alloc(4).unwrap().unwrap();
+        if in_trim {
+            pool.set_limit(2 * PAGE_BYTES, None).unwrap();
+            let began = Instant::now();
+            while pool.available().is_ok() && began.elapsed() < Duration::from_secs(5) {
+                std::thread::yield_now();
+            }
+            assert!(matches!(pool.alloc(1), Err(PoolError::StateConsistency { .. })));
+        }
+        // Nobody is left who could give the page back: not a success.
+        assert!(matches!(pool.shutdown(), Err(PoolError::StateConsistency { .. })));
     }
 }
 
