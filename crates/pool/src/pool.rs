@@ -204,10 +204,12 @@ impl Pool {
     /// device refuses one, or the next call. Nobody keeps others from taking that memory meanwhile. Returns
     /// [`Pool::promised`].
     pub fn refresh_credit(&self, leave_bytes: u64) -> Result<u32, PoolError> {
-        drop(self.shared.enter()?);
+        let backed = self.shared.enter()?.tally.backed();
         let room = self.shared.mapper.room().map_err(|source| PoolError::Driver { source })?;
         let pages = room.saturating_sub(leave_bytes) / self.shared.page_bytes;
         let mut state = self.shared.enter()?;
+        // What others, such as the pager, have backed since may be of that room.
+        let pages = pages.saturating_sub(state.tally.backed() - backed);
         state.credit = u32::try_from(pages).unwrap_or(u32::MAX);
         if state.credit > 0 {
             state.pager.mapping_refused = false;

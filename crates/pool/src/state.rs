@@ -117,6 +117,13 @@ pub struct Tally {
     pub failures: u64,
 }
 
+impl Tally {
+    /// Pages that were backed, by whomever.
+    pub(crate) fn backed(&self) -> u64 {
+        self.on_demand + self.ahead
+    }
+}
+
 impl State {
     pub fn new(ledger: Ledger, limit: Standing, demand: Demand, meter: Arc<dyn Meter>) -> Self {
         State {

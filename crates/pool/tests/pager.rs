@@ -3,7 +3,8 @@
 
 mod fake;
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use fake::gate::Gate;
@@ -328,4 +329,54 @@ fn a_steady_load_makes_no_driver_calls() {
     }
     let calls = fake.calls();
     assert!(calls.iter().all(|call| matches!(call, Call::Map(_))) && calls.len() <= 3, "{calls:?}");
+}
+
+/// Has room for so many pages; whoever asks for it is told what it was before others went on.
+struct Roomy {
+    pages: u64,
+    mapped: AtomicU64,
+    asked: Barrier,
+}
+
+impl Mapper for Roomy {
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        self.mapped.fetch_add(pages.len() as u64, Ordering::SeqCst);
+        Ok(pages.to_vec())
+    }
+    fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+        Ok(())
+    }
+    fn synchronise(&self) -> Result<(), Cause> {
+        Ok(())
+    }
+    fn room(&self) -> Result<u64, Cause> {
+        let room = (self.pages - self.mapped.load(Ordering::SeqCst)) * PAGE_BYTES;
+        self.asked.wait();
+        self.asked.wait();
+        Ok(room)
+    }
+    fn page_bytes(&self) -> u64 {
+        PAGE_BYTES
+    }
+    fn virtual_bytes(&self) -> u64 {
+        0
+    }
+}
+
+#[test]
+fn what_is_backed_while_the_device_is_asked_is_not_promised_twice() {
+    let roomy = Arc::new(Roomy { pages: 5, mapped: AtomicU64::new(0), asked: Barrier::new(2) });
+    // The pager backs a page ahead for each that is taken, as it does while a scheduler begins a pass.
+    let pool = Arc::new(Pool::new(with_reserve(0, 2), roomy.clone(), Arc::new(NoMeter)).unwrap());
+    let asking = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.refresh_credit(0).unwrap()
+    });
+    roomy.asked.wait();
+    pool.alloc(4).unwrap().unwrap();
+    assert!(pool.quiesce(Duration::from_secs(10)).unwrap());
+    assert_eq!(roomy.mapped.load(Ordering::SeqCst), 2);
+    roomy.asked.wait();
+    assert_eq!(asking.join().unwrap(), 16, "one page on hand and three of the room");
+    assert_eq!(pool.promised().unwrap(), 16);
 }
