@@ -302,6 +302,7 @@ impl Pool {
     ///
     /// `revision`: greater than that of the limit that stands, so that a late request cannot undo a newer one; `None`: the next.
     pub fn set_limit(&self, limit_bytes: u64, revision: Option<u64>) -> Result<MemoryLimit, PoolError> {
+        drop(self.shared.enter()?);
         let beside = self.shared.mapper.held_beside();
         let mut state = self.shared.enter()?;
         let num_pages = state.ledger.layout().num_pages();
@@ -368,7 +369,7 @@ impl Pool {
     /// comes back when pages are next taken.
     pub fn trim(&self) -> Result<u64, PoolError> {
         let shared = &self.shared;
-        let deadline = self.shared.deadline();
+        drop(shared.enter()?);
         let beside = shared.mapper.held_beside();
         let mut state = shared.enter()?;
         state.demand.forget();
@@ -380,10 +381,19 @@ impl Pool {
             let (next, released) = shared.give_back(state, &pages)?;
             (state, gone) = (next, released.pages);
         }
-        // What the pager is giving back is gone too when this returns.
+        // What the pager is giving back is gone too when this returns, unless it has ever more to give.
+        let (deadline, settled) = (shared.deadline(), state.settlements);
         while state.ledger.page_counts().unmapping > 0 {
-            let Some(next) = self.wait(state, deadline)? else { return Err(PoolError::overdue()) };
-            state = next;
+            match self.wait(state, deadline)? {
+                Some(next) => state = next,
+                None => {
+                    state = shared.enter()?;
+                    if state.settlements == settled {
+                        return Err(PoolError::overdue());
+                    }
+                    break;
+                }
+            }
         }
         drop(state);
         shared.mapper.trim().map_err(|source| PoolError::Driver { source })?;

@@ -380,3 +380,48 @@ fn what_is_backed_while_the_device_is_asked_is_not_promised_twice() {
     assert_eq!(asking.join().unwrap(), 16, "one page on hand and three of the room");
     assert_eq!(pool.promised().unwrap(), 16);
 }
+
+/// Takes its time to unmap.
+struct Slow {
+    unmap: Duration,
+}
+
+impl Mapper for Slow {
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        Ok(pages.to_vec())
+    }
+    fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+        std::thread::sleep(self.unmap);
+        Ok(())
+    }
+    fn synchronise(&self) -> Result<(), Cause> {
+        Ok(())
+    }
+    fn room(&self) -> Result<u64, Cause> {
+        Ok(0)
+    }
+    fn page_bytes(&self) -> u64 {
+        PAGE_BYTES
+    }
+    fn virtual_bytes(&self) -> u64 {
+        0
+    }
+}
+
+#[test]
+fn a_trim_does_not_take_a_busy_pager_for_one_that_is_stuck() {
+    let config = PoolConfig { patience: Duration::from_millis(100), ..config(400) };
+    let slow = Arc::new(Slow { unmap: Duration::from_millis(10) });
+    let pool = Pool::new(config, slow, Arc::new(NoMeter)).unwrap();
+    let ids = pool.alloc(400).unwrap().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for page in ids.chunks(4) {
+                pool.free(page).unwrap(); // faster than pages leave
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        pool.trim().unwrap();
+    });
+}
