@@ -173,7 +173,11 @@ impl Pool {
 
     /// Gives back what `try_to_reserve` set aside and was not used.
     pub fn free_reserved(&self) -> Result<(), PoolError> {
-        self.shared.enter()?.ledger.release_set_aside();
+        let mut state = self.shared.enter()?;
+        let outcome = state.ledger.release_set_aside();
+        if !outcome.reserved.is_empty() {
+            state.kept_on_hand = 0; // as in `free`
+        }
         Ok(())
     }
 

@@ -425,3 +425,18 @@ fn a_trim_does_not_take_a_busy_pager_for_one_that_is_stuck() {
         pool.trim().unwrap();
     });
 }
+
+#[test]
+fn what_was_asked_for_beyond_memory_keeps_nothing_for_good() {
+    let (fake, pool) = pool(config(80));
+    fake.set_budget(2);
+    assert_eq!(pool.reserve_demand(40).unwrap(), 8);
+    let ids = pool.alloc(6).unwrap().unwrap();
+    fake.set_budget(10);
+    assert!(pool.try_to_reserve(12).unwrap());
+    assert_eq!(fake.mapped().len(), 5);
+    pool.free_reserved().unwrap();
+    assert_eq!(fake.mapped(), [0, 1], "pages were emptied, and there are no epochs");
+    pool.free(&ids).unwrap();
+    check(&fake, &pool);
+}
