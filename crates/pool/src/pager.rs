@@ -77,7 +77,8 @@ fn unmap<'a>(shared: &'a Shared, state: Guard<'a>, pages: &[u32]) -> Result<Guar
     state.tally.behind += u64::from(released.pages);
     if released.failure.is_some() {
         state.tally.failures += 1;
-        state.pager.unmapping_refused = true;
+        // Not where all pages left and only their memory could not be released: the mapper tries that again.
+        state.pager.unmapping_refused |= (released.pages as usize) < pages.len();
     }
     Ok(state)
 }

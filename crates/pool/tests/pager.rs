@@ -440,3 +440,36 @@ fn what_was_asked_for_beyond_memory_keeps_nothing_for_good() {
     pool.free(&ids).unwrap();
     check(&fake, &pool);
 }
+
+#[test]
+fn pages_leave_behind_one_whose_memory_could_not_be_released() {
+    /// Unmaps, and cannot release, as a range does whose driver fails then.
+    struct Leaky;
+    impl Mapper for Leaky {
+        fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+            Ok(pages.to_vec())
+        }
+        fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+            let (quarantined, still_mapped) = (vec![], vec![]);
+            Err(UnmapFailure { quarantined, still_mapped, source: "not released".into() })
+        }
+        fn synchronise(&self) -> Result<(), Cause> {
+            Ok(())
+        }
+        fn room(&self) -> Result<u64, Cause> {
+            Ok(0)
+        }
+        fn page_bytes(&self) -> u64 {
+            PAGE_BYTES
+        }
+        fn virtual_bytes(&self) -> u64 {
+            0
+        }
+    }
+    let pool = Pool::new(config(80), Arc::new(Leaky), Arc::new(NoMeter)).unwrap();
+    let ids = pool.alloc(80).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    assert!(pool.quiesce(Duration::from_secs(10)).unwrap());
+    let stats = pool.stats().unwrap();
+    assert_eq!((stats.pages.free, stats.tally.failures), (20, 5), "the others stay mapped");
+}
