@@ -59,10 +59,11 @@ fn next(state: &mut Guard<'_>) -> Job {
         Phase::Open => {}
     }
     if state.has_surplus() {
+        state.pager.trim_mapper |= state.ledger.excess() > 0; // not to be kept beside the pages instead
         let (keep, on_hand) = (state.demand.keep(), state.kept_on_hand);
         return Job::Unmap(state.ledger.plan_unbacking(keep, on_hand, AT_ONCE));
     }
-    if std::mem::take(&mut state.pager.trim_mapper) {
+    if std::mem::take(&mut state.pager.trim_mapper) && state.beside_bytes > 0 {
         return Job::TrimMapper;
     }
     match state.pages_ahead() {

@@ -328,7 +328,8 @@ impl Pool {
             let reason = Some(self.lost_beyond(lost, request.bytes));
             return Ok(MemoryLimit { state: LimitState::Rejected, reason, ..self.standing(&state) });
         }
-        state.pager.trim_mapper |= beside > 0 && pages < state.ledger.target();
+        state.beside_bytes = beside;
+        state.pager.trim_mapper |= pages < state.ledger.target();
         state.pager.unmapping_refused = false;
         state.ledger.set_target(pages);
         state.limit = request;

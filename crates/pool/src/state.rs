@@ -86,7 +86,7 @@ pub(crate) struct PagerState {
     pub mapping_refused: bool,
     /// Giving back failed: not tried again before there is more to give back, or somebody asks.
     pub unmapping_refused: bool,
-    /// The mapper is to give back what it keeps beside the pages.
+    /// The mapper is to give back what it keeps beside the pages, if anything: the limit was lowered.
     pub trim_mapper: bool,
     /// Somebody waits for everything to be given back.
     pub end_asked: bool,
