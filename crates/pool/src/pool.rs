@@ -14,7 +14,7 @@ use crate::mapper::{Cause, MapFailure, Mapper};
 use crate::meter::Meter;
 use crate::pager;
 use crate::reserve::{Bounds, Demand};
-use crate::state::{Guard, Phase, Shared, State, Tally};
+use crate::state::{Guard, Phase, Shared, State, Tally, after};
 use crate::sync::{Condvar, Mutex, thread};
 
 /// Driver calls that one call makes at most, where other threads take what it backed. Waits are bounded by its patience alone: what
@@ -411,7 +411,7 @@ impl Pool {
     /// Waits until the pager has nothing to do: what was freed has been given back, and the reserve is filled. False where that
     /// is not so after `timeout`.
     pub fn quiesce(&self, timeout: Duration) -> Result<bool, PoolError> {
-        let deadline = Instant::now() + timeout;
+        let deadline = after(timeout);
         let mut state = self.shared.enter()?;
         while !state.is_quiet() {
             match self.wait(state, deadline)? {
@@ -427,7 +427,7 @@ impl Pool {
     /// whatever the device does. Returns the bytes of pages in an unknown state, which go with the addresses.
     pub fn shutdown(&self) -> Result<u64, PoolError> {
         let shared = &self.shared;
-        let deadline = shared.deadline() + shared.patience;
+        let deadline = after(shared.patience.saturating_mul(2));
         let mut state = shared.lock()?;
         if state.phase == Phase::Open {
             state.phase = Phase::Ending;

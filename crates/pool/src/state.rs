@@ -237,7 +237,7 @@ impl Shared {
 
     /// When a call that begins now has waited long enough.
     pub fn deadline(&self) -> Instant {
-        Instant::now() + self.patience
+        after(self.patience)
     }
 
     /// [`Shared::lock`], of a pool that serves.
@@ -416,6 +416,12 @@ impl Drop for Guard<'_> {
         self.shared.changed.notify_all();
         self.shared.work.notify_all();
     }
+}
+
+/// The moment at which such a wait runs out. One that no clock can tell is as good as none.
+pub(crate) fn after(wait: Duration) -> Instant {
+    const LONG: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+    Instant::now() + wait.min(LONG)
 }
 
 pub(crate) fn poisoned() -> PoolError {

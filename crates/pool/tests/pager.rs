@@ -473,3 +473,12 @@ fn pages_leave_behind_one_whose_memory_could_not_be_released() {
     let stats = pool.stats().unwrap();
     assert_eq!((stats.pages.free, stats.tally.failures), (20, 5), "the others stay mapped");
 }
+
+#[test]
+fn patience_without_end_is_a_long_time() {
+    let (_fake, pool) = pool(PoolConfig { patience: Duration::MAX, ..config(8) });
+    let ids = pool.alloc(8).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    assert!(pool.quiesce(Duration::MAX).unwrap());
+    pool.shutdown().unwrap();
+}
