@@ -116,6 +116,9 @@ fn trim_mapper<'a>(shared: &'a Shared, state: Guard<'a>) -> Result<Guard<'a>, Po
 /// One attempt to give everything back.
 fn end<'a>(shared: &'a Shared, state: Guard<'a>) -> Result<Guard<'a>, PoolError> {
     let (mut state, failure) = give_all_back(shared, state)?;
+    if state.beside_bytes > 0 {
+        state = trim_mapper(shared, state)?;
+    }
     state.pager.end_asked = false;
     state.pager.end_attempts += 1;
     state.pager.end_failure = failure;

@@ -422,8 +422,8 @@ impl Pool {
         Ok(true)
     }
 
-    /// Unmaps everything, after waiting for the device and for other threads' driver calls. Afterwards all but `stats` and
-    /// `shutdown` refuse. Fails where something stays mapped, and says why; another call tries again what is left. Ends in time
+    /// Unmaps everything, after waiting for the device and for other threads' driver calls, and has the mapper keep nothing.
+    /// Afterwards all but `stats` and `shutdown` refuse. Fails where something stays mapped, and says why; another call tries again what is left. Ends in time
     /// whatever the device does. Returns the bytes of pages in an unknown state, which go with the addresses.
     pub fn shutdown(&self) -> Result<u64, PoolError> {
         let shared = &self.shared;
