@@ -59,10 +59,11 @@ fn next(state: &mut Guard<'_>) -> Job {
         Phase::Open => {}
     }
     if state.has_surplus() {
+        state.pager.trim_mapper |= state.ledger.excess() > 0; // not to be kept beside the pages instead
         let (keep, on_hand) = (state.demand.keep(), state.kept_on_hand);
         return Job::Unmap(state.ledger.plan_unbacking(keep, on_hand, AT_ONCE));
     }
-    if std::mem::take(&mut state.pager.trim_mapper) {
+    if std::mem::take(&mut state.pager.trim_mapper) && state.beside_bytes > 0 {
         return Job::TrimMapper;
     }
     match state.pages_ahead() {
@@ -77,7 +78,8 @@ fn unmap<'a>(shared: &'a Shared, state: Guard<'a>, pages: &[u32]) -> Result<Guar
     state.tally.behind += u64::from(released.pages);
     if released.failure.is_some() {
         state.tally.failures += 1;
-        state.pager.unmapping_refused = true;
+        // Not where all pages left and only their memory could not be released: the mapper tries that again.
+        state.pager.unmapping_refused |= (released.pages as usize) < pages.len();
     }
     Ok(state)
 }
@@ -114,6 +116,9 @@ fn trim_mapper<'a>(shared: &'a Shared, state: Guard<'a>) -> Result<Guard<'a>, Po
 /// One attempt to give everything back.
 fn end<'a>(shared: &'a Shared, state: Guard<'a>) -> Result<Guard<'a>, PoolError> {
     let (mut state, failure) = give_all_back(shared, state)?;
+    if state.beside_bytes > 0 {
+        state = trim_mapper(shared, state)?;
+    }
     state.pager.end_asked = false;
     state.pager.end_attempts += 1;
     state.pager.end_failure = failure;
@@ -175,7 +180,15 @@ struct Last<'a> {
 impl Drop for Last<'_> {
     fn drop(&mut self) {
         match self.shared.lock() {
-            Ok(mut state) => state.pager.gone = true,
+            Ok(mut state) => {
+                state.pager.gone = true;
+                let needed = state.phase != Phase::Ended && !state.pager.abandoned;
+                if needed && state.broken.is_none() {
+                    // A panic of the mapper: what it was called for is not known to have been done.
+                    state.broken =
+                        Some("the pager has stopped: nobody gives memory back any longer".to_owned());
+                }
+            }
             Err(_) => self.shared.changed.notify_all(), // a poisoned state: every waiter finds out
         }
     }

@@ -14,10 +14,11 @@ use crate::mapper::{Cause, MapFailure, Mapper};
 use crate::meter::Meter;
 use crate::pager;
 use crate::reserve::{Bounds, Demand};
-use crate::state::{Guard, Phase, Shared, State, Tally};
+use crate::state::{Guard, Phase, Shared, State, Tally, after};
 use crate::sync::{Condvar, Mutex, thread};
 
-/// Driver calls and waits that one call makes at most, where other threads take what it backed.
+/// Driver calls that one call makes at most, where other threads take what it backed. Waits are bounded by its patience alone: what
+/// others do may wake it any number of times.
 const MAX_ROUNDS: u32 = 64;
 
 /// Hands out block ids of backed pages. Thread-safe; shut down when dropped. Every call fails with `Forked` in a fork of the
@@ -142,7 +143,8 @@ impl Pool {
     pub fn claim(&self, ids: &[u32]) -> Result<(), PoolError> {
         let deadline = self.shared.deadline();
         let mut state = self.shared.enter()?;
-        for _ in 0..MAX_ROUNDS {
+        let mut rounds = 0;
+        while rounds < MAX_ROUNDS {
             match state.ledger.plan_claim(ids)? {
                 ClaimPlan::Ready => return Ok(state.ledger.claim(ids)?),
                 ClaimPlan::InMotion => {
@@ -150,7 +152,8 @@ impl Pool {
                     state = next;
                 }
                 ClaimPlan::Map(pages) => {
-                    let (next, backing) = self.back(state, &pages, deadline)?;
+                    rounds += 1;
+                    let (next, backing) = self.back(state, &pages, deadline, |_| false)?;
                     state = next;
                     if let Backing::Short(source) = backing {
                         return Err(PoolError::Exhausted { pages: pages.len() as u32, source });
@@ -170,7 +173,11 @@ impl Pool {
 
     /// Gives back what `try_to_reserve` set aside and was not used.
     pub fn free_reserved(&self) -> Result<(), PoolError> {
-        self.shared.enter()?.ledger.release_set_aside();
+        let mut state = self.shared.enter()?;
+        let outcome = state.ledger.release_set_aside();
+        if !outcome.reserved.is_empty() {
+            state.kept_on_hand = 0; // as in `free`
+        }
         Ok(())
     }
 
@@ -201,10 +208,12 @@ impl Pool {
     /// device refuses one, or the next call. Nobody keeps others from taking that memory meanwhile. Returns
     /// [`Pool::promised`].
     pub fn refresh_credit(&self, leave_bytes: u64) -> Result<u32, PoolError> {
-        drop(self.shared.enter()?);
+        let backed = self.shared.enter()?.tally.backed();
         let room = self.shared.mapper.room().map_err(|source| PoolError::Driver { source })?;
         let pages = room.saturating_sub(leave_bytes) / self.shared.page_bytes;
         let mut state = self.shared.enter()?;
+        // What others, such as the pager, have backed since may be of that room.
+        let pages = pages.saturating_sub(state.tally.backed() - backed);
         state.credit = u32::try_from(pages).unwrap_or(u32::MAX);
         if state.credit > 0 {
             state.pager.mapping_refused = false;
@@ -228,7 +237,8 @@ impl Pool {
         let deadline = self.shared.deadline();
         let mut at_most = u32::MAX;
         let mut state = self.shared.enter()?;
-        for _ in 0..MAX_ROUNDS {
+        let mut rounds = 0;
+        while rounds < MAX_ROUNDS {
             // Also while the driver is called: what is on hand then must not leave behind it.
             state.kept_on_hand = state.kept_on_hand.max(n);
             if state.ledger.backed_free_blocks() >= n {
@@ -243,7 +253,9 @@ impl Pool {
             if pages.is_empty() {
                 break;
             }
-            let (next, backing) = self.back(state, &pages, deadline)?;
+            rounds += 1;
+            let enough = |ledger: &Ledger| ledger.backed_free_blocks() >= n;
+            let (next, backing) = self.back(state, &pages, deadline, enough)?;
             state = next;
             match backing {
                 Backing::Done | Backing::Again => {}
@@ -294,6 +306,7 @@ impl Pool {
     ///
     /// `revision`: greater than that of the limit that stands, so that a late request cannot undo a newer one; `None`: the next.
     pub fn set_limit(&self, limit_bytes: u64, revision: Option<u64>) -> Result<MemoryLimit, PoolError> {
+        drop(self.shared.enter()?);
         let beside = self.shared.mapper.held_beside();
         let mut state = self.shared.enter()?;
         let num_pages = state.ledger.layout().num_pages();
@@ -315,7 +328,8 @@ impl Pool {
             let reason = Some(self.lost_beyond(lost, request.bytes));
             return Ok(MemoryLimit { state: LimitState::Rejected, reason, ..self.standing(&state) });
         }
-        state.pager.trim_mapper |= beside > 0 && pages < state.ledger.target();
+        state.beside_bytes = beside;
+        state.pager.trim_mapper |= pages < state.ledger.target();
         state.pager.unmapping_refused = false;
         state.ledger.set_target(pages);
         state.limit = request;
@@ -360,7 +374,7 @@ impl Pool {
     /// comes back when pages are next taken.
     pub fn trim(&self) -> Result<u64, PoolError> {
         let shared = &self.shared;
-        let deadline = self.shared.deadline();
+        drop(shared.enter()?);
         let beside = shared.mapper.held_beside();
         let mut state = shared.enter()?;
         state.demand.forget();
@@ -372,10 +386,19 @@ impl Pool {
             let (next, released) = shared.give_back(state, &pages)?;
             (state, gone) = (next, released.pages);
         }
-        // What the pager is giving back is gone too when this returns.
+        // What the pager is giving back is gone too when this returns, unless it has ever more to give.
+        let (deadline, settled) = (shared.deadline(), state.settlements);
         while state.ledger.page_counts().unmapping > 0 {
-            let Some(next) = self.wait(state, deadline)? else { return Err(PoolError::overdue()) };
-            state = next;
+            match self.wait(state, deadline)? {
+                Some(next) => state = next,
+                None => {
+                    state = shared.enter()?;
+                    if state.settlements == settled {
+                        return Err(PoolError::overdue());
+                    }
+                    break;
+                }
+            }
         }
         drop(state);
         shared.mapper.trim().map_err(|source| PoolError::Driver { source })?;
@@ -388,7 +411,7 @@ impl Pool {
     /// Waits until the pager has nothing to do: what was freed has been given back, and the reserve is filled. False where that
     /// is not so after `timeout`.
     pub fn quiesce(&self, timeout: Duration) -> Result<bool, PoolError> {
-        let deadline = Instant::now() + timeout;
+        let deadline = after(timeout);
         let mut state = self.shared.enter()?;
         while !state.is_quiet() {
             match self.wait(state, deadline)? {
@@ -399,31 +422,35 @@ impl Pool {
         Ok(true)
     }
 
-    /// Unmaps everything, after waiting for the device and for other threads' driver calls. Afterwards all but `stats` and
-    /// `shutdown` refuse. Fails where something stays mapped, and says why; another call tries again what is left. Ends in time
+    /// Unmaps everything, after waiting for the device and for other threads' driver calls, and has the mapper keep nothing.
+    /// Afterwards all but `stats` and `shutdown` refuse. Fails where something stays mapped, and says why; another call tries again what is left. Ends in time
     /// whatever the device does. Returns the bytes of pages in an unknown state, which go with the addresses.
     pub fn shutdown(&self) -> Result<u64, PoolError> {
         let shared = &self.shared;
-        let deadline = shared.deadline() + shared.patience;
+        let deadline = after(shared.patience.saturating_mul(2));
         let mut state = shared.lock()?;
         if state.phase == Phase::Open {
             state.phase = Phase::Ending;
         }
-        let attempts = state.pager.end_attempts;
-        state.pager.end_asked = state.phase == Phase::Ending;
-        while state.phase == Phase::Ending && state.pager.end_attempts == attempts && !state.pager.gone {
-            match state.wait(deadline)? {
-                Some(next) => state = next,
-                None => return Err(PoolError::overdue()),
+        loop {
+            let attempts = state.pager.end_attempts;
+            state.pager.end_asked = state.phase == Phase::Ending;
+            while state.phase == Phase::Ending && state.pager.end_attempts == attempts && !state.pager.gone {
+                match state.wait(deadline)? {
+                    Some(next) => state = next,
+                    None => return Err(PoolError::overdue()),
+                }
             }
-        }
-        if let Some(failure) = state.pager.end_failure.take() {
-            return Err(match failure.quarantined.is_empty() {
-                true => PoolError::Driver { source: failure.source },
-                false => PoolError::Quarantined { pages: failure.quarantined, source: failure.source },
-            });
-        }
-        if state.phase != Phase::Ended {
+            if let Some(failure) = state.pager.end_failure.take() {
+                return Err(match failure.quarantined.is_empty() {
+                    true => PoolError::Driver { source: failure.source },
+                    false => PoolError::Quarantined { pages: failure.quarantined, source: failure.source },
+                });
+            }
+            if state.phase == Phase::Ended {
+                break;
+            }
+            // Else the attempt failed, and another caller was told why.
             state.intact()?;
         }
         Ok(u64::from(state.ledger.page_counts().quarantined) * shared.page_bytes)
@@ -443,7 +470,8 @@ impl Pool {
             return Ok(Some(taken)); // mostly so, and then without a look at the clock
         }
         let deadline = self.shared.deadline();
-        for _ in 0..MAX_ROUNDS {
+        let mut rounds = 0;
+        while rounds < MAX_ROUNDS {
             let need = need(&state.ledger);
             if state.ledger.available_blocks() < need {
                 return Ok(None);
@@ -452,8 +480,10 @@ impl Pool {
                 let Some(next) = self.wait(state, deadline)? else { return Ok(None) };
                 state = next;
             } else {
+                rounds += 1;
                 let pages = state.ledger.plan_backing(need, u32::MAX);
-                let (next, backing) = self.back(state, &pages, deadline)?;
+                let enough = |ledger: &Ledger| ledger.backed_free_blocks() >= need;
+                let (next, backing) = self.back(state, &pages, deadline, enough)?;
                 state = next;
                 if let Backing::Short(_) = backing {
                     return Ok(take(&mut state)); // somebody may have freed meanwhile
@@ -467,14 +497,16 @@ impl Pool {
     }
 
     /// [`Shared::back`], on demand of a caller. Where the device refuses while memory of this pool is on its way back, or came
-    /// back meanwhile, nothing is known yet.
+    /// back meanwhile, nothing is known yet: it is asked again when a driver call has ended, not whenever others do something,
+    /// unless there is `enough` by then.
     fn back<'a>(
         &'a self,
         state: Guard<'a>,
         pages: &[u32],
         deadline: Instant,
+        enough: impl Fn(&Ledger) -> bool,
     ) -> Result<(Guard<'a>, Backing), PoolError> {
-        let settled = state.settlements;
+        let settled = state.settlements + 1; // with this call
         let (mut state, outcome) = self.shared.back(state, pages)?;
         state.still_open()?;
         let source = match outcome {
@@ -485,16 +517,16 @@ impl Pool {
             Err(MapFailure::OutOfMemory { source }) => source,
             Err(failure) => return Err(PoolError::from_map(failure, pages.len() as u32)),
         };
-        if state.settlements > settled + 1 {
-            return Ok((state, Backing::Again));
+        while state.settlements == settled && !enough(&state.ledger) {
+            if state.ledger.page_counts().in_motion() == 0 {
+                return Ok((state, Backing::Short(source)));
+            }
+            match self.wait(state, deadline)? {
+                Some(next) => state = next,
+                None => return Ok((self.shared.enter()?, Backing::Short(source))),
+            }
         }
-        if state.ledger.page_counts().in_motion() == 0 {
-            return Ok((state, Backing::Short(source)));
-        }
-        match self.wait(state, deadline)? {
-            Some(state) => Ok((state, Backing::Again)),
-            None => Ok((self.shared.enter()?, Backing::Short(source))),
-        }
+        Ok((state, Backing::Again))
     }
 
     /// Waits for a change. `None`: there was none before `deadline`.

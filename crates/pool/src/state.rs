@@ -86,7 +86,7 @@ pub(crate) struct PagerState {
     pub mapping_refused: bool,
     /// Giving back failed: not tried again before there is more to give back, or somebody asks.
     pub unmapping_refused: bool,
-    /// The mapper is to give back what it keeps beside the pages.
+    /// The mapper is to give back what it keeps beside the pages, if anything: the limit was lowered.
     pub trim_mapper: bool,
     /// Somebody waits for everything to be given back.
     pub end_asked: bool,
@@ -115,6 +115,13 @@ pub struct Tally {
     pub behind: u64,
     /// Driver calls of the pager that failed.
     pub failures: u64,
+}
+
+impl Tally {
+    /// Pages that were backed, by whomever.
+    pub(crate) fn backed(&self) -> u64 {
+        self.on_demand + self.ahead
+    }
 }
 
 impl State {
@@ -230,7 +237,7 @@ impl Shared {
 
     /// When a call that begins now has waited long enough.
     pub fn deadline(&self) -> Instant {
-        Instant::now() + self.patience
+        after(self.patience)
     }
 
     /// [`Shared::lock`], of a pool that serves.
@@ -409,6 +416,12 @@ impl Drop for Guard<'_> {
         self.shared.changed.notify_all();
         self.shared.work.notify_all();
     }
+}
+
+/// The moment at which such a wait runs out. One that no clock can tell is as good as none.
+pub(crate) fn after(wait: Duration) -> Instant {
+    const LONG: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+    Instant::now() + wait.min(LONG)
 }
 
 pub(crate) fn poisoned() -> PoolError {

@@ -313,6 +313,18 @@ fn shutdown_unmaps_everything_once() {
 }
 
 #[test]
+fn shutdown_keeps_nothing_beside_the_pages() {
+    let (fake, pool) = pool(config(40));
+    pool.alloc(9).unwrap().unwrap();
+    fake.keep_of_unmapped(2);
+    pool.shutdown().unwrap();
+    // Tensors may keep the addresses, and so the mapper, for long.
+    assert_eq!(fake.calls().pop(), Some(Call::Trim));
+    assert_eq!(fake.last_figures().beside_bytes, 0);
+    check(&fake, &pool);
+}
+
+#[test]
 fn shutdown_goes_on_behind_a_page_that_fails() {
     let (fake, pool) = pool(config(40));
     pool.alloc(16).unwrap().unwrap();

@@ -36,7 +36,8 @@ fn a_fork_is_refused_before_the_lock() {
     });
     slow.told.wait();
 
-    // The pool's lock is held, as by a thread that a fork does not have.
+    // The pool's lock and the mapper's are held, as by threads that a fork does not have.
+    let busy = fake.inner();
     kvcached_pool::forked();
     let (done, all_done) = mpsc::channel();
     let inherited = Arc::clone(&pool);
@@ -79,7 +80,7 @@ fn a_fork_is_refused_before_the_lock() {
             "call {number}: {answer:?}"
         );
     }
-    drop(held);
+    drop((held, busy));
     allocating.join().unwrap().unwrap();
     fake.calls();
     drop(pool); // not shut down: the memory is another process's

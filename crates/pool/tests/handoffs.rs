@@ -258,6 +258,27 @@ fn shutdown_while_others_work() {
 }
 
 #[test]
+fn a_shutdown_that_says_so_has_given_everything_back() {
+    try_orders(|| {
+        let turns = Turns::failing();
+        let pool = pool(&turns, 4, 1);
+        while pool.alloc(2 * BLOCKS).unwrap().is_none() {} // until the driver gives them
+        let [first, second] = [0, 1].map(|_| {
+            let turns = turns.clone();
+            spawn(&pool, move |pool| {
+                if pool.shutdown().is_ok() {
+                    assert_eq!(turns.mapped(), 0, "another caller was told why not");
+                }
+            })
+        });
+        first.join().unwrap();
+        second.join().unwrap();
+        while pool.shutdown().is_err() {}
+        assert_eq!(turns.mapped(), 0);
+    });
+}
+
+#[test]
 fn a_driver_that_refuses_at_times() {
     try_orders(|| {
         let turns = Turns::failing();

@@ -175,6 +175,25 @@ fn a_shrinking_pool_gives_back_what_is_kept_beside_its_pages() {
 }
 
 #[test]
+fn what_a_shrinking_pool_gives_back_is_not_kept_beside_its_pages() {
+    let (fake, pool) = pool(PoolConfig { max_reserved_bytes: 2 * PAGE_BYTES, ..config(40) });
+    let ids = pool.alloc(12).unwrap().unwrap();
+    pool.free(&ids[8..]).unwrap();
+    fake.keep_of_unmapped(5);
+    fake.calls();
+    pool.set_limit(PAGE_BYTES, None).unwrap(); // the reserve goes at once
+    assert_eq!((fake.mapped(), fake.calls().pop()), (vec![0, 1], Some(Call::Trim)));
+    assert_eq!(fake.last_figures().beside_bytes, 0);
+    pool.free(&ids[4..8]).unwrap(); // and what drains when it is empty
+    assert_eq!((fake.mapped(), fake.calls()), (vec![0], vec![Call::Unmap(vec![1]), Call::Trim]));
+    assert_eq!(fake.last_figures().beside_bytes, 0);
+    pool.free(&ids[..4]).unwrap();
+    pool.alloc(4).unwrap().unwrap();
+    assert_eq!(fake.calls(), [], "within the limit memory may be kept");
+    check(&fake, &pool);
+}
+
+#[test]
 fn every_order_of_shrinking_and_growing_hands_out_each_page_once() {
     for sizes in [[0, 10], [3, 7], [7, 3], [10, 1], [1, 2]] {
         let (fake, pool) = pool(config(40));

@@ -3,12 +3,13 @@
 
 mod fake;
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use fake::gate::Gate;
 use fake::{Call, Fake, Fault, PAGE_BYTES, check, config, pool};
-use kvcached_pool::{NoMeter, Pool, PoolConfig, PoolError};
+use kvcached_pool::{Cause, MapFailure, Mapper, NoMeter, Pool, PoolConfig, PoolError, UnmapFailure};
 
 fn with_reserve(min: u64, max: u64) -> PoolConfig {
     PoolConfig { min_reserved_bytes: min * PAGE_BYTES, max_reserved_bytes: max * PAGE_BYTES, ..config(80) }
@@ -232,6 +233,57 @@ fn a_pool_that_is_dropped_before_its_driver_answers_does_not_hang() {
     }
 }
 
+/// Panics where it is told to.
+struct Faithless {
+    in_trim: bool,
+}
+
+impl Mapper for Faithless {
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        Ok(pages.to_vec())
+    }
+    fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+        Ok(())
+    }
+    fn synchronise(&self) -> Result<(), Cause> {
+        assert!(self.in_trim, "on purpose");
+        Ok(())
+    }
+    fn room(&self) -> Result<u64, Cause> {
+        Ok(0)
+    }
+    fn held_beside(&self) -> u64 {
+        1
+    }
+    fn trim(&self) -> Result<u64, Cause> {
+        panic!("on purpose")
+    }
+    fn page_bytes(&self) -> u64 {
+        PAGE_BYTES
+    }
+    fn virtual_bytes(&self) -> u64 {
+        0
+    }
+}
+
+#[test]
+fn a_pool_whose_pager_is_gone_is_broken() {
+    for in_trim in [true, false] {
+        let pool = Pool::new(config(12), Arc::new(Faithless { in_trim }), Arc::new(NoMeter)).unwrap();
+        pool.alloc(4).unwrap().unwrap();
+        if in_trim {
+            pool.set_limit(2 * PAGE_BYTES, None).unwrap();
+            let began = Instant::now();
+            while pool.available().is_ok() && began.elapsed() < Duration::from_secs(5) {
+                std::thread::yield_now();
+            }
+            assert!(matches!(pool.alloc(1), Err(PoolError::StateConsistency { .. })));
+        }
+        // Nobody is left who could give the page back: not a success.
+        assert!(matches!(pool.shutdown(), Err(PoolError::StateConsistency { .. })));
+    }
+}
+
 #[test]
 fn counts_are_read_while_somebody_holds_the_lock() {
     /// Holds up whoever publishes figures, under the lock.
@@ -277,4 +329,156 @@ fn a_steady_load_makes_no_driver_calls() {
     }
     let calls = fake.calls();
     assert!(calls.iter().all(|call| matches!(call, Call::Map(_))) && calls.len() <= 3, "{calls:?}");
+}
+
+/// Has room for so many pages; whoever asks for it is told what it was before others went on.
+struct Roomy {
+    pages: u64,
+    mapped: AtomicU64,
+    asked: Barrier,
+}
+
+impl Mapper for Roomy {
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        self.mapped.fetch_add(pages.len() as u64, Ordering::SeqCst);
+        Ok(pages.to_vec())
+    }
+    fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+        Ok(())
+    }
+    fn synchronise(&self) -> Result<(), Cause> {
+        Ok(())
+    }
+    fn room(&self) -> Result<u64, Cause> {
+        let room = (self.pages - self.mapped.load(Ordering::SeqCst)) * PAGE_BYTES;
+        self.asked.wait();
+        self.asked.wait();
+        Ok(room)
+    }
+    fn page_bytes(&self) -> u64 {
+        PAGE_BYTES
+    }
+    fn virtual_bytes(&self) -> u64 {
+        0
+    }
+}
+
+#[test]
+fn what_is_backed_while_the_device_is_asked_is_not_promised_twice() {
+    let roomy = Arc::new(Roomy { pages: 5, mapped: AtomicU64::new(0), asked: Barrier::new(2) });
+    // The pager backs a page ahead for each that is taken, as it does while a scheduler begins a pass.
+    let pool = Arc::new(Pool::new(with_reserve(0, 2), roomy.clone(), Arc::new(NoMeter)).unwrap());
+    let asking = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.refresh_credit(0).unwrap()
+    });
+    roomy.asked.wait();
+    pool.alloc(4).unwrap().unwrap();
+    assert!(pool.quiesce(Duration::from_secs(10)).unwrap());
+    assert_eq!(roomy.mapped.load(Ordering::SeqCst), 2);
+    roomy.asked.wait();
+    assert_eq!(asking.join().unwrap(), 16, "one page on hand and three of the room");
+    assert_eq!(pool.promised().unwrap(), 16);
+}
+
+/// Takes its time to unmap.
+struct Slow {
+    unmap: Duration,
+}
+
+impl Mapper for Slow {
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        Ok(pages.to_vec())
+    }
+    fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+        std::thread::sleep(self.unmap);
+        Ok(())
+    }
+    fn synchronise(&self) -> Result<(), Cause> {
+        Ok(())
+    }
+    fn room(&self) -> Result<u64, Cause> {
+        Ok(0)
+    }
+    fn page_bytes(&self) -> u64 {
+        PAGE_BYTES
+    }
+    fn virtual_bytes(&self) -> u64 {
+        0
+    }
+}
+
+#[test]
+fn a_trim_does_not_take_a_busy_pager_for_one_that_is_stuck() {
+    let config = PoolConfig { patience: Duration::from_millis(100), ..config(400) };
+    let slow = Arc::new(Slow { unmap: Duration::from_millis(10) });
+    let pool = Pool::new(config, slow, Arc::new(NoMeter)).unwrap();
+    let ids = pool.alloc(400).unwrap().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for page in ids.chunks(4) {
+                pool.free(page).unwrap(); // faster than pages leave
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        pool.trim().unwrap();
+    });
+}
+
+#[test]
+fn what_was_asked_for_beyond_memory_keeps_nothing_for_good() {
+    let (fake, pool) = pool(config(80));
+    fake.set_budget(2);
+    assert_eq!(pool.reserve_demand(40).unwrap(), 8);
+    let ids = pool.alloc(6).unwrap().unwrap();
+    fake.set_budget(10);
+    assert!(pool.try_to_reserve(12).unwrap());
+    assert_eq!(fake.mapped().len(), 5);
+    pool.free_reserved().unwrap();
+    assert_eq!(fake.mapped(), [0, 1], "pages were emptied, and there are no epochs");
+    pool.free(&ids).unwrap();
+    check(&fake, &pool);
+}
+
+#[test]
+fn pages_leave_behind_one_whose_memory_could_not_be_released() {
+    /// Unmaps, and cannot release, as a range does whose driver fails then.
+    struct Leaky;
+    impl Mapper for Leaky {
+        fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+            Ok(pages.to_vec())
+        }
+        fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+            let (quarantined, still_mapped) = (vec![], vec![]);
+            Err(UnmapFailure { quarantined, still_mapped, source: "not released".into() })
+        }
+        fn synchronise(&self) -> Result<(), Cause> {
+            Ok(())
+        }
+        fn room(&self) -> Result<u64, Cause> {
+            Ok(0)
+        }
+        fn page_bytes(&self) -> u64 {
+            PAGE_BYTES
+        }
+        fn virtual_bytes(&self) -> u64 {
+            0
+        }
+    }
+    let pool = Pool::new(config(80), Arc::new(Leaky), Arc::new(NoMeter)).unwrap();
+    let ids = pool.alloc(80).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    assert!(pool.quiesce(Duration::from_secs(10)).unwrap());
+    let stats = pool.stats().unwrap();
+    assert_eq!((stats.pages.free, stats.tally.failures), (20, 5), "the others stay mapped");
+}
+
+#[test]
+fn patience_without_end_is_a_long_time() {
+    let (_fake, pool) = pool(PoolConfig { patience: Duration::MAX, ..config(8) });
+    let ids = pool.alloc(8).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    assert!(pool.quiesce(Duration::MAX).unwrap());
+    pool.shutdown().unwrap();
 }

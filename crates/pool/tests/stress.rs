@@ -24,8 +24,8 @@ const BUFFERS: u32 = 2;
 struct Stage {
     range: Arc<FTensor>,
     pool: Pool,
-    /// Epochs that have begun and not ended.
-    open: Mutex<BTreeSet<u64>>,
+    /// Epochs that have begun and not ended, and the latest that has begun.
+    open: Mutex<(BTreeSet<u64>, u64)>,
     allocated: AtomicU64,
     refused: AtomicU64,
 }
@@ -85,16 +85,17 @@ impl Stage {
     fn begin(&self) -> u64 {
         let mut open = self.open.lock().unwrap();
         let epoch = self.pool.begin_epoch().unwrap();
-        open.insert(epoch);
+        open.0.insert(epoch);
+        open.1 = epoch;
         epoch
     }
 
     /// Ends it, and with it all before the first that has not ended.
     fn end(&self, epoch: u64) {
         let mut open = self.open.lock().unwrap();
-        let last = *open.last().unwrap();
+        let (open, latest) = &mut *open;
         open.remove(&epoch);
-        let through = open.first().map_or(last, |first| first - 1);
+        let through = open.first().map_or(*latest, |first| first - 1);
         self.pool.release_through(through).unwrap();
     }
 

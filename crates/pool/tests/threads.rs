@@ -137,3 +137,78 @@ fn shutdown_waits_for_the_driver_call_of_another_thread() {
     closing.join().unwrap().unwrap();
     assert_eq!(pool.stats().unwrap().pages.free, 2);
 }
+
+/// Takes and gives a block that is on hand, so often that whoever waits is woken more often than it may ask the driver.
+fn bustle(pool: &Pool) {
+    for _ in 0..300 {
+        let ids = pool.alloc_on_hand(1).unwrap().unwrap();
+        pool.free(&ids).unwrap();
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+#[test]
+fn what_others_do_with_blocks_on_hand_ends_no_wait() {
+    type Call = fn(&Pool) -> u32;
+    let calls: [Call; 3] = [
+        |pool| pool.alloc(4).unwrap().map_or(0, |ids| ids.len() as u32),
+        |pool| pool.claim(&[5, 6, 7, 8]).map_or(0, |()| 4),
+        |pool| pool.reserve_demand(4).unwrap(),
+    ];
+    for call in calls {
+        let (gate, entered) = Gate::new();
+        let pool = Arc::new(Pool::new(config(8), gate.clone(), Arc::new(NoMeter)).unwrap());
+        gate.open();
+        let ids = pool.alloc(8).unwrap().unwrap();
+        entered.recv().unwrap();
+        pool.free(&ids[2..]).unwrap(); // page 1 leaves, two blocks of page 0 are on hand
+        entered.recv().unwrap();
+        let waiting = std::thread::spawn({
+            let pool = pool.clone();
+            move || call(&pool)
+        });
+        bustle(&pool);
+        assert!(!waiting.is_finished(), "page 1 is about to be free");
+        gate.open(); // it has left
+        entered.recv().unwrap(); // and comes again
+        gate.open();
+        assert_eq!(waiting.join().unwrap(), 4);
+        gate.open();
+        gate.open();
+        pool.shutdown().unwrap();
+    }
+}
+
+#[test]
+fn a_device_that_refused_is_asked_again_when_memory_came_back() {
+    type Call = fn(&Pool) -> u32;
+    let calls: [Call; 3] = [
+        |pool| pool.alloc(4).unwrap().map_or(0, |ids| ids.len() as u32),
+        |pool| pool.claim(&[10, 11, 12, 13]).map_or(0, |()| 4),
+        |pool| pool.reserve_demand(4).unwrap(),
+    ];
+    for call in calls {
+        let (gate, entered) = Gate::new();
+        let pool = Arc::new(Pool::new(config(12), gate.clone(), Arc::new(NoMeter)).unwrap());
+        gate.open();
+        let ids = pool.alloc(8).unwrap().unwrap();
+        entered.recv().unwrap();
+        pool.free(&ids[2..]).unwrap();
+        entered.recv().unwrap(); // page 1 leaves, and until then there is room for none
+        gate.refuse(1000);
+        let waiting = std::thread::spawn({
+            let pool = pool.clone();
+            move || call(&pool)
+        });
+        bustle(&pool);
+        assert!(!waiting.is_finished(), "memory is on its way back");
+        assert_eq!(gate.refuse(0), 999, "the driver was asked once");
+        gate.open();
+        entered.recv().unwrap();
+        gate.open();
+        assert_eq!(waiting.join().unwrap(), 4);
+        gate.open();
+        gate.open();
+        pool.shutdown().unwrap();
+    }
+}

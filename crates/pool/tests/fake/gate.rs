@@ -1,5 +1,6 @@
 //! A mapper that waits for the test, in the middle of each call.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kvcached_pool::{Cause, MapFailure, Mapper, UnmapFailure};
@@ -12,13 +13,20 @@ pub struct Gate {
     /// Calls that may leave.
     permits: Mutex<u32>,
     permitted: Condvar,
+    /// Maps that are still to be refused, at once.
+    refusals: AtomicU32,
 }
 
 impl Gate {
     pub fn new() -> (Arc<Self>, mpsc::Receiver<()>) {
         let (sender, receiver) = mpsc::channel();
         (
-            Arc::new(Gate { entered: sender.into(), permits: Mutex::default(), permitted: Condvar::new() }),
+            Arc::new(Gate {
+                entered: sender.into(),
+                permits: Mutex::default(),
+                permitted: Condvar::new(),
+                refusals: AtomicU32::new(0),
+            }),
             receiver,
         )
     }
@@ -27,6 +35,11 @@ impl Gate {
         self.entered.lock().unwrap().send(()).unwrap();
         let permits = self.permits.lock().unwrap();
         *self.permitted.wait_while(permits, |permits| *permits == 0).unwrap() -= 1;
+    }
+
+    /// The device has no memory for so many maps to come; returns for how many it still has none.
+    pub fn refuse(&self, maps: u32) -> u32 {
+        self.refusals.swap(maps, Ordering::SeqCst)
     }
 
     /// Lets one call leave.
@@ -38,6 +51,10 @@ impl Gate {
 
 impl Mapper for Gate {
     fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        let less = |left: u32| left.checked_sub(1);
+        if self.refusals.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).is_ok() {
+            return Err(MapFailure::OutOfMemory { source: "full".into() });
+        }
         self.pass();
         Ok(pages.to_vec())
     }

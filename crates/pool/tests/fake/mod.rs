@@ -43,6 +43,8 @@ pub struct Inner {
     pub out_of_memory: u32,
     pub faults: u32,
     beside_bytes: u64,
+    /// Pages whose memory is kept beside when they are unmapped.
+    keeps: usize,
     budget_pages: Option<usize>,
     fault: Option<(usize, Fault)>,
     seen: usize,
@@ -77,6 +79,11 @@ impl Fake {
     /// What is held beside the pages from now on.
     pub fn keep_beside(&self, bytes: u64) {
         self.inner().beside_bytes = bytes;
+    }
+
+    /// Keeps the memory of so many pages beside them when they are unmapped.
+    pub fn keep_of_unmapped(&self, pages: usize) {
+        self.inner().keeps = pages;
     }
 
     pub fn mapped(&self) -> Vec<u32> {
@@ -153,6 +160,9 @@ impl Mapper for Fake {
         match fault {
             None => {
                 pages.iter().for_each(|page| assert!(inner.mapped.remove(page)));
+                let kept = pages.len().min(inner.keeps);
+                inner.keeps -= kept;
+                inner.beside_bytes += kept as u64 * PAGE_BYTES;
                 Ok(())
             }
             Some(Fault::Lost) => {
