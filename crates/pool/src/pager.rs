@@ -60,7 +60,7 @@ fn next(state: &mut Guard<'_>) -> Job {
     }
     if state.has_surplus() {
         state.pager.trim_mapper |= state.ledger.excess() > 0; // not to be kept beside the pages instead
-        let (keep, on_hand) = (state.demand.keep(), state.kept_on_hand);
+        let (keep, on_hand) = (state.demand.keep(), state.on_hand_wanted());
         return Job::Unmap(state.ledger.plan_unbacking(keep, on_hand, AT_ONCE));
     }
     if std::mem::take(&mut state.pager.trim_mapper) && state.beside_bytes > 0 {

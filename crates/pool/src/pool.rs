@@ -469,6 +469,24 @@ impl Pool {
         if let Some(taken) = take(&mut state) {
             return Ok(Some(taken)); // mostly so, and then without a look at the clock
         }
+        let wanted = need(&state.ledger);
+        if state.ledger.available_blocks() < wanted {
+            return Ok(None);
+        }
+        state.wanted += u64::from(wanted);
+        let obtained = self.obtain_backing(state, need, take);
+        if let Ok(mut state) = self.shared.lock() {
+            state.wanted -= u64::from(wanted);
+        }
+        obtained
+    }
+
+    fn obtain_backing<'a, T>(
+        &'a self,
+        mut state: Guard<'a>,
+        need: impl Fn(&Ledger) -> u32,
+        mut take: impl FnMut(&mut State) -> Option<T>,
+    ) -> Result<Option<T>, PoolError> {
         let deadline = self.shared.deadline();
         let mut rounds = 0;
         while rounds < MAX_ROUNDS {

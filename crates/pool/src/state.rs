@@ -41,6 +41,8 @@ pub(crate) struct State {
     pub credit: u32,
     /// Free blocks that somebody was told are on hand: their pages stay mapped.
     pub kept_on_hand: u32,
+    /// Blocks that allocations under way need: what is on hand of them must not leave while the rest is backed.
+    pub wanted: u64,
     pub limit: Standing,
     pub demand: Demand,
     pub pager: PagerState,
@@ -130,6 +132,7 @@ impl State {
             ledger,
             credit: 0,
             kept_on_hand: 0,
+            wanted: 0,
             limit,
             demand,
             pager: PagerState::default(),
@@ -168,9 +171,14 @@ impl State {
         self.demand.ahead().saturating_sub(pages.reserved + pages.retired).min(pages.free)
     }
 
+    /// Blocks that must not leave.
+    pub fn on_hand_wanted(&self) -> u32 {
+        u32::try_from(self.wanted).unwrap_or(u32::MAX).saturating_add(self.kept_on_hand)
+    }
+
     /// Whether idle memory is to be given back now.
     pub fn has_surplus(&self) -> bool {
-        !self.pager.unmapping_refused && self.ledger.has_surplus(self.demand.keep(), self.kept_on_hand)
+        !self.pager.unmapping_refused && self.ledger.has_surplus(self.demand.keep(), self.on_hand_wanted())
     }
 
     fn pager_has_work(&self) -> bool {

@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -22,17 +23,18 @@ const TIMEOUT: Duration = Duration::from_secs(3600);
 /// Lets others go first before and after each call, and checks that pages are mapped and unmapped in turn.
 struct Turns {
     mapped: Mutex<BTreeSet<u32>>,
+    maps: AtomicU32,
     budget_pages: usize,
     fails: bool,
 }
 
 impl Turns {
     fn new(budget_pages: usize) -> Arc<Self> {
-        Arc::new(Turns { mapped: Mutex::default(), budget_pages, fails: false })
+        Arc::new(Turns { mapped: Mutex::default(), maps: AtomicU32::new(0), budget_pages, fails: false })
     }
 
     fn failing() -> Arc<Self> {
-        Arc::new(Turns { mapped: Mutex::default(), budget_pages: 4, fails: true })
+        Arc::new(Turns { mapped: Mutex::default(), maps: AtomicU32::new(0), budget_pages: 4, fails: true })
     }
 
     fn mapped(&self) -> usize {
@@ -47,6 +49,7 @@ impl Turns {
 
 impl Mapper for Turns {
     fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        self.maps.fetch_add(1, Ordering::Relaxed);
         let refused = self.refuses();
         let mut mapped = self.mapped.lock().unwrap();
         if refused || mapped.len() + pages.len() > self.budget_pages {
@@ -165,6 +168,24 @@ fn what_is_on_hand_stays_there() {
         let taken = other.join().unwrap().len() as u32; // perhaps of those
         let ids = pool.alloc_on_hand(2 * BLOCKS - taken).unwrap().unwrap();
         pool.free(&ids).unwrap();
+    });
+}
+
+#[test]
+fn the_pager_does_not_take_what_an_allocation_has_on_hand() {
+    try_orders(|| {
+        let turns = Turns::new(12);
+        let pool = pool(&turns, 12, 0);
+        for _ in 0..3 {
+            let before = turns.maps.load(Ordering::Relaxed);
+            take_and_give(&pool, 6 * BLOCKS, 1);
+            assert!(turns.maps.load(Ordering::Relaxed) <= before + 1, "backed, taken away, backed again");
+        }
+        let ids: Vec<u32> = (0..6).map(|page| page * BLOCKS).collect();
+        for _ in 0..2 {
+            pool.claim(&ids).unwrap();
+            pool.free(&ids).unwrap();
+        }
     });
 }
 
