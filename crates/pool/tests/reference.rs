@@ -182,7 +182,9 @@ fn run(config: PoolConfig, ops: Vec<Op>) -> Result<(), TestCaseError> {
                 let after = pool.stats().unwrap();
                 let lost = after.usage.quarantined_bytes - before.usage.quarantined_bytes;
                 if let Ok(bytes) = bytes {
-                    prop_assert_eq!(before.mapped_bytes - after.mapped_bytes, bytes + lost);
+                    let gone = before.mapped_bytes - after.mapped_bytes;
+                    let faulted = fake.counts().1 > faults; // then the pager may have given back what it could not
+                    prop_assert!(gone == bytes + lost || faulted && gone > bytes + lost);
                 }
             }
             Op::Clear => {
