@@ -87,6 +87,7 @@ fn a_page_that_could_not_leave_is_tried_again_with_the_next_that_may() {
         fake.fail_at(0, fault);
         pool.free(&ids[..4]).unwrap();
         assert_eq!((fake.mapped(), pool.stats().unwrap().tally.failures), (vec![0, 1, 2], 1));
+        assert_eq!(pool.stats().unwrap().tally.behind, 0, "none was given back");
         assert_eq!(fake.calls().len(), 2, "once");
         let epoch = pool.begin_epoch().unwrap();
         assert_eq!(fake.calls(), []);
