@@ -379,7 +379,6 @@ impl Pool {
         let mut state = shared.enter()?;
         state.demand.forget();
         state.kept_on_hand = 0;
-        state.pager.unmapping_refused = false;
         let pages = state.ledger.plan_unbacking(0, 0, u32::MAX);
         let mut gone = 0;
         if !pages.is_empty() {

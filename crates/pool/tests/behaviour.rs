@@ -74,6 +74,11 @@ fn what_is_promised_can_be_had() {
     pool.free(&ids).unwrap();
     fake.fail_at(0, Fault::Refused);
     assert!(matches!(pool.refresh_credit(0), Err(PoolError::Driver { .. })));
+    fake.heal();
+    assert_eq!(pool.refresh_credit(0).unwrap(), 42);
+    fake.fail_at(0, Fault::Driver);
+    assert!(pool.alloc(4).is_err());
+    assert_eq!(pool.promised().unwrap(), 0, "nothing is known of a device that fails");
     check(&fake, &pool);
 }
 

@@ -92,17 +92,20 @@ impl Mapper for Turns {
 }
 
 /// Pages of four blocks.
-fn pool(mapper: &Arc<Turns>, pages: u32, reserve_pages: u64) -> Arc<Pool> {
+fn config(pages: u32, reserve_pages: u64) -> PoolConfig {
     let order = PageOrder::LowestFirst;
-    let config = PoolConfig {
+    PoolConfig {
         layout: Layout { num_blocks: pages * BLOCKS, blocks_per_page: BLOCKS, ids_per_page: BLOCKS, order },
         null_block: false,
         async_sched: false,
         min_reserved_bytes: 0,
         max_reserved_bytes: reserve_pages * PAGE_BYTES,
         patience: PoolConfig::PATIENCE,
-    };
-    Arc::new(Pool::new(config, mapper.clone(), Arc::new(NoMeter)).unwrap())
+    }
+}
+
+fn pool(mapper: &Arc<Turns>, pages: u32, reserve_pages: u64) -> Arc<Pool> {
+    Arc::new(Pool::new(config(pages, reserve_pages), mapper.clone(), Arc::new(NoMeter)).unwrap())
 }
 
 fn try_orders(scenario: impl Fn() + Send + Sync + Clone + 'static) {
@@ -152,6 +155,19 @@ fn two_threads_and_the_pager_share_room_for_two_pages() {
             assert_eq!(pool.held().unwrap(), 0);
         });
     }
+}
+
+#[test]
+fn the_pager_takes_no_memory_before_the_pool_is_made() {
+    try_orders(|| {
+        // Room for the null block's page and the minimum, once.
+        let turns = Turns::new(3);
+        let config = PoolConfig { null_block: true, min_reserved_bytes: 2 * PAGE_BYTES, ..config(8, 6) };
+        let pool = Pool::new(config, turns.clone(), Arc::new(NoMeter)).unwrap();
+        assert_eq!(turns.mapped(), 3);
+        drop(pool);
+        assert_eq!(turns.mapped(), 0);
+    });
 }
 
 #[test]

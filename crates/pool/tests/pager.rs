@@ -68,6 +68,18 @@ fn a_refused_reserve_is_not_asked_for_again_and_again() {
 }
 
 #[test]
+fn a_refused_reserve_is_asked_for_with_the_next_page_that_is_taken() {
+    let (fake, pool) = pool(with_reserve(0, 6));
+    fake.set_budget(1);
+    pool.alloc(4).unwrap().unwrap();
+    assert_eq!((fake.counts().0, fake.mapped()), (1, vec![0]));
+    fake.set_budget(9);
+    pool.alloc(4).unwrap().unwrap();
+    assert!(pool.stats().unwrap().pages.reserved > 0);
+    check(&fake, &pool);
+}
+
+#[test]
 fn a_page_that_could_not_leave_is_tried_again_with_the_next_that_may() {
     for fault in [Fault::Refused, Fault::Driver] {
         let (fake, pool) = pool(PoolConfig { async_sched: true, ..config(80) });
@@ -75,6 +87,7 @@ fn a_page_that_could_not_leave_is_tried_again_with_the_next_that_may() {
         fake.fail_at(0, fault);
         pool.free(&ids[..4]).unwrap();
         assert_eq!((fake.mapped(), pool.stats().unwrap().tally.failures), (vec![0, 1, 2], 1));
+        assert_eq!(pool.stats().unwrap().tally.behind, 0, "none was given back");
         assert_eq!(fake.calls().len(), 2, "once");
         let epoch = pool.begin_epoch().unwrap();
         assert_eq!(fake.calls(), []);
@@ -83,6 +96,44 @@ fn a_page_that_could_not_leave_is_tried_again_with_the_next_that_may() {
         assert_eq!(fake.mapped(), [1, 2]);
         check(&fake, &pool);
     }
+}
+
+#[test]
+fn a_page_that_could_not_leave_is_tried_again_when_somebody_asks() {
+    type Ask = fn(&fake::Steady);
+    let asks: [Ask; 4] = [
+        |pool| pool.clear().unwrap(),
+        |pool| {
+            pool.trim().unwrap();
+        },
+        |pool| drop(pool.set_limit(19 * PAGE_BYTES, None).unwrap()),
+        |pool| pool.release_through(0).unwrap(),
+    ];
+    for ask in asks {
+        let (fake, pool) = pool(config(80));
+        let ids = pool.alloc(4).unwrap().unwrap();
+        fake.fail_at(0, Fault::Refused);
+        pool.free(&ids).unwrap();
+        assert_eq!(fake.mapped(), [0]);
+        fake.heal();
+        ask(&pool);
+        assert_eq!(fake.mapped(), [0u32; 0]);
+        check(&fake, &pool);
+    }
+}
+
+#[test]
+fn a_refused_reserve_is_asked_for_again_when_memory_went_back() {
+    let (fake, pool) = pool(with_reserve(2, 2));
+    fake.set_budget(3);
+    pool.alloc(4).unwrap().unwrap();
+    pool.alloc(4).unwrap().unwrap();
+    assert_eq!((fake.counts().0, fake.mapped().len()), (1, 3));
+    pool.set_limit(2 * PAGE_BYTES, None).unwrap();
+    assert_eq!(fake.mapped().len(), 2);
+    fake.set_budget(20);
+    pool.set_limit(u64::MAX, None).unwrap();
+    assert_eq!(pool.stats().unwrap().pages.reserved, 2);
 }
 
 #[test]
@@ -152,15 +203,22 @@ fn what_somebody_was_told_is_on_hand_does_not_leave() {
     assert_eq!(pool.alloc_on_hand(12).unwrap().unwrap().len(), 12);
     pool.clear().unwrap();
     assert_eq!(fake.mapped(), [0u32; 0], "allocated, and kept no longer");
-    for ends in [true, false] {
+    type Ends = fn(&fake::Steady);
+    let ends: [Ends; 4] = [
+        |pool| pool.release_through(0).unwrap(),
+        |pool| {
+            pool.begin_epoch().unwrap();
+        },
+        |pool| pool.clear().unwrap(),
+        |pool| {
+            pool.trim().unwrap();
+        },
+    ];
+    for end in ends {
         assert_eq!(pool.reserve_demand(8).unwrap(), 8);
         assert_eq!(fake.mapped(), [0, 1]);
-        if ends {
-            pool.release_through(0).unwrap();
-        } else {
-            pool.begin_epoch().unwrap();
-        }
-        assert_eq!(fake.mapped(), [0u32; 0], "until an epoch begins or ends");
+        end(&pool);
+        assert_eq!(fake.mapped(), [0u32; 0], "until an epoch begins or ends, or all is forgotten");
     }
     check(&fake, &pool);
 }
@@ -481,4 +539,25 @@ fn patience_without_end_is_a_long_time() {
     pool.free(&ids).unwrap();
     assert!(pool.quiesce(Duration::MAX).unwrap());
     pool.shutdown().unwrap();
+}
+
+#[test]
+fn what_was_allocated_is_kept_no_longer_and_what_was_not_stays() {
+    type Take = fn(&fake::Steady) -> Option<Vec<u32>>;
+    let takes: [Take; 2] = [|pool| pool.alloc(8).unwrap(), |pool| pool.alloc_on_hand(8).unwrap()];
+    for take in takes {
+        let (fake, pool) = pool(config(80));
+        assert_eq!(pool.reserve_demand(16).unwrap(), 16);
+        pool.keep_on_hand(4).unwrap();
+        pool.wait();
+        assert_eq!(fake.mapped().len(), 4, "a smaller wish takes nothing from a larger one");
+        let ids = take(&pool).unwrap();
+        // Four blocks more on hand than the eight that are kept: a page may leave, though none was emptied.
+        pool.free(&[ids[0], ids[1], ids[4], ids[5]]).unwrap();
+        assert_eq!(fake.mapped(), [0, 1, 2]);
+        // No epoch says when they are not wanted any longer: a page that is emptied does.
+        pool.free(&[ids[2], ids[3]]).unwrap();
+        assert_eq!(fake.mapped(), [1]);
+        check(&fake, &pool);
+    }
 }

@@ -132,13 +132,13 @@ fn run(config: PoolConfig, ops: Vec<Op>) -> Result<(), TestCaseError> {
             Op::Promise(leave) => {
                 if let Ok(promised) = pool.refresh_credit(leave * PAGE_BYTES) {
                     fake.heal();
-                    // More, where a page was backed ahead that might have been the short one.
+                    // More, where a page was backed ahead that might have been the short one; less, where that one was lost.
                     let faulted = fake.counts().1 > faults;
                     prop_assert!(faulted || pool.promised().unwrap() >= promised);
                     prop_assert!(promised >= before.backed_blocks && promised <= before.available_blocks);
                     let ids = pool.alloc(promised).unwrap();
-                    prop_assert!(ids.is_some(), "{} blocks were promised", promised);
-                    for id in ids.unwrap() {
+                    prop_assert!(faulted || ids.is_some(), "{} blocks were promised", promised);
+                    for id in ids.unwrap_or_default() {
                         prop_assert!(held.insert(id), "{} is held twice", id);
                     }
                 }
@@ -182,7 +182,9 @@ fn run(config: PoolConfig, ops: Vec<Op>) -> Result<(), TestCaseError> {
                 let after = pool.stats().unwrap();
                 let lost = after.usage.quarantined_bytes - before.usage.quarantined_bytes;
                 if let Ok(bytes) = bytes {
-                    prop_assert_eq!(before.mapped_bytes - after.mapped_bytes, bytes + lost);
+                    let gone = before.mapped_bytes - after.mapped_bytes;
+                    let faulted = fake.counts().1 > faults; // then the pager may have given back what it could not
+                    prop_assert!(gone == bytes + lost || faulted && gone > bytes + lost);
                 }
             }
             Op::Clear => {
