@@ -277,8 +277,8 @@ class TestOut:
             pytest.param(np.zeros((), np.int64), "has 0 dimensions", id="0-D"),
             pytest.param(np.zeros(3), 'format "d"', id="float64"),
             pytest.param(np.zeros(3, np.float32), 'format "f"', id="float32"),
-            pytest.param(np.zeros(3, np.int16), 'format "h"', id="int16"),
-            pytest.param(bytearray(8), 'format "B"', id="bytearray"),
+            pytest.param(np.zeros(3, np.int16), "has 16-bit items", id="int16"),
+            pytest.param(bytearray(8), "has 8-bit items", id="bytearray"),
             pytest.param(np.zeros(3, bool), r'format "\?"', id="bool"),
             pytest.param(
                 np.zeros(3, ">i8" if sys.byteorder == "little" else "<i8"), 'format "[<>][ql]"', id="swapped"

@@ -183,13 +183,13 @@ impl Integer {
     }
 }
 
-/// What a view shows: its format, and one item where that is an integer.
-fn integer(view: &Bound<'_, PyMemoryView>) -> PyResult<(String, Option<Integer>)> {
+/// What one item of a view is; its format where that is no integer.
+fn integer(view: &Bound<'_, PyMemoryView>) -> PyResult<Result<Integer, String>> {
     let py = view.py();
-    let format: String = view.getattr(intern!(py, "format"))?.extract()?;
+    let format = view.getattr(intern!(py, "format"))?.cast_into::<PyString>()?;
+    let format = format.to_str()?;
     let bytes = view.getattr(intern!(py, "itemsize"))?.extract()?;
-    let integer = Integer::of(&format, bytes);
-    Ok((format, integer))
+    Ok(Integer::of(format, bytes).ok_or_else(|| format.to_owned()))
 }
 
 fn dimensions(view: &Bound<'_, PyMemoryView>) -> PyResult<usize> {
@@ -201,10 +201,8 @@ fn from_view(view: &Bound<'_, PyMemoryView>, outside: Outside<'_>) -> PyResult<V
     if dimensions != 1 {
         return Err(PyTypeError::new_err(format!("ids have {dimensions} dimensions: {GIVE}")));
     }
-    let (format, integer) = integer(view)?;
-    let Some(integer) = integer else {
-        return Err(PyTypeError::new_err(format!("ids have items of format {format:?}: {GIVE}")));
-    };
+    let integer = integer(view)?
+        .map_err(|format| PyTypeError::new_err(format!("ids have items of format {format:?}: {GIVE}")))?;
     let copied = view.call_method0(intern!(view.py(), "tobytes"))?;
     let bytes = copied.cast::<PyBytes>()?.as_bytes();
     match (integer.signed, integer.bytes) {
@@ -262,16 +260,22 @@ impl<'py> Room<'py> {
         if !view.getattr(intern!(py, "c_contiguous"))?.is_truthy()? {
             return Err(refuse("is not contiguous".to_owned()));
         }
-        let (format, integer) = integer(&view)?;
-        let Some(Integer { bytes: size @ (4 | 8), .. }) = integer else {
-            return Err(refuse(format!("has items of format {format:?}")));
+        let wide = match integer(&view)? {
+            Ok(Integer { bytes: 8, .. }) => true,
+            Ok(Integer { bytes: 4, .. }) => false,
+            Ok(Integer { bytes, .. }) => return Err(refuse(format!("has {}-bit items", 8 * bytes))),
+            Err(format) => return Err(refuse(format!("has items of format {format:?}"))),
         };
-        let len = view.len()?;
-        let as_bytes = || view.call_method1(intern!(py, "cast"), (intern!(py, "B"),));
-        // A view without items cannot be cast.
-        let bytes = (len > 0).then(as_bytes).transpose();
-        let bytes = bytes.map_err(|error| because(error, array, format!("{format:?} items: {ROOM}")))?;
-        Ok(Room { bytes, len, wide: size == 8 })
+        Room::behind(&view, view.len()?, wide)
+    }
+
+    fn behind(view: &Bound<'py, PyMemoryView>, len: usize, wide: bool) -> PyResult<Room<'py>> {
+        let py = view.py();
+        if len == 0 {
+            return Ok(Room { bytes: None, len, wide }); // without items a view cannot be cast
+        }
+        let bytes = view.call_method1(intern!(py, "cast"), (intern!(py, "B"),))?;
+        Ok(Room { bytes: Some(bytes), len, wide })
     }
 
     /// An array of numpy's own memory for so many int64. Raises `KVCachedConfigError` where numpy is not installed.
@@ -284,10 +288,12 @@ impl<'py> Room<'py> {
                 ours.set_cause(py, Some(error));
                 ours
             })?;
-            PyResult::Ok((numpy.getattr("empty")?.unbind(), numpy.getattr("int64")?.unbind()))
+            let int64 = numpy.call_method1("dtype", ("int64",))?;
+            PyResult::Ok((numpy.getattr("empty")?.unbind(), int64.unbind()))
         })?;
         let array = empty.bind(py).call1((len, int64))?;
-        Ok((Room::of(&array)?, array))
+        let view = PyMemoryView::from(&array)?;
+        Ok((Room::behind(&view, len, true)?, array))
     }
 
     /// Writes `ids`, which must be as many as the array takes.
