@@ -500,7 +500,8 @@ def rows_of_cycles() -> Iterator[Row]:
     titles[("reserve", "reserve-one")] = "a page through the reserve, one block"
     for (case, figure), title in titles.items():
         for variant, words in VARIANTS.items():
-            yield Row(case, figure + variant, title + words, bars.get(figure))
+            # Of lists; arrays are for many ids and have none.
+            yield Row(case, figure + variant, title + words, None if variant else bars.get(figure))
         if figure == f"alloc-{SIZES[-1]}":
             yield Row("sizes", "available", "available_size()", 0.2)
 

@@ -149,8 +149,9 @@ class Settings:
         _count_from(0),
         default=48,
         unit="MiB",
-        meaning="Memory of a pool that may stay mapped without blocks in it; what is above goes back in the background. Up to "
-        "half of it is mapped ahead while a load grows. At least `KVCACHED_MIN_RESERVED_MB`.",
+        meaning="Memory of a pool that may stay mapped without blocks in it; what is above goes back in the background, and all but "
+        "the minimum after a second in which no page was taken or emptied. Up to half of it is mapped ahead while a load grows. At "
+        "least `KVCACHED_MIN_RESERVED_MB`.",
     )
     handle_cache_mb: int = _declare(
         "KVCACHED_HANDLE_CACHE_MB",

@@ -4,33 +4,39 @@ use std::time::{Duration, Instant};
 
 /// After that long half of what was taken counts no more.
 const HALF_LIFE: Duration = Duration::from_millis(250);
+/// After that long without a page taken or emptied the reserve goes back, but for the minimum.
+pub(crate) const QUIET: Duration = Duration::from_secs(1);
 
 /// The bounds of the reserve, pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Bounds {
     /// Mapped ahead at all times.
     pub min: u32,
-    /// What is idle beyond it goes back.
+    /// What is idle beyond it goes back at once.
     pub max: u32,
 }
 
 /// How many pages to have mapped ahead: as many as were taken of late, from the minimum to half the maximum.
 ///
 /// Pages between that number and the maximum are neither mapped nor given back, so that pages that come and go cost no driver
-/// calls.
+/// calls; until nothing has come or gone for [`QUIET`].
 #[derive(Debug, Clone)]
 pub(crate) struct Demand {
     bounds: Bounds,
     /// Pages taken, each halved every [`HALF_LIFE`] since.
     recent: f64,
     noted: Instant,
+    /// A page was last taken or emptied.
+    touched: Instant,
+    /// Nothing has happened for so long that the minimum is enough.
+    resting: bool,
     ahead: u32,
 }
 
 impl Demand {
     /// Nothing ahead yet.
     pub fn new(bounds: Bounds, now: Instant) -> Self {
-        Demand { bounds, recent: 0.0, noted: now, ahead: 0 }
+        Demand { bounds, recent: 0.0, noted: now, touched: now, resting: true, ahead: 0 }
     }
 
     /// Blocks were taken of that many pages that held none.
@@ -38,8 +44,25 @@ impl Demand {
         let half_lives = now.saturating_duration_since(self.noted).as_secs_f64() / HALF_LIFE.as_secs_f64();
         self.recent = self.recent * 0.5f64.powf(half_lives) + f64::from(pages);
         self.noted = now;
+        self.touch(now);
         let Bounds { min, max } = self.bounds;
         self.ahead = (self.recent.ceil() as u32).clamp(min, min.max(max / 2));
+    }
+
+    /// Pages were emptied, which somebody may soon want again.
+    pub fn touch(&mut self, now: Instant) {
+        (self.touched, self.resting) = (now, false);
+    }
+
+    /// When the reserve goes back if nothing happens until then. `None`: it has gone.
+    pub fn rests_at(&self) -> Option<Instant> {
+        (!self.resting).then(|| self.touched + QUIET)
+    }
+
+    /// That time has come.
+    pub fn rest(&mut self) {
+        self.resting = true;
+        self.start();
     }
 
     /// Nothing is mapped ahead before pages are taken again: somebody has asked for the memory.
@@ -59,7 +82,7 @@ impl Demand {
 
     /// Idle pages that stay mapped.
     pub fn keep(&self) -> u32 {
-        self.bounds.max
+        if self.resting { self.bounds.min } else { self.bounds.max }
     }
 }
 
@@ -100,6 +123,19 @@ mod tests {
         assert_eq!(demand.ahead(), 16);
         demand.note(1, now + HALF_LIFE * 1000);
         assert_eq!(demand.ahead(), 1);
+    }
+
+    #[test]
+    fn a_quiet_pool_keeps_the_minimum() {
+        let (mut demand, now) = demand(1, 8);
+        demand.note(6, now);
+        assert_eq!(demand.rests_at(), Some(now + QUIET));
+        demand.touch(now + QUIET / 2);
+        assert_eq!((demand.rests_at(), demand.keep(), demand.ahead()), (Some(now + QUIET * 3 / 2), 8, 4));
+        demand.rest();
+        assert_eq!((demand.rests_at(), demand.keep(), demand.ahead()), (None, 1, 1));
+        demand.touch(now + QUIET * 2);
+        assert_eq!((demand.keep(), demand.ahead()), (8, 1), "emptied pages may be wanted again");
     }
 
     #[test]

@@ -82,6 +82,8 @@ pub(crate) struct PagerState {
     pub held_back: bool,
     /// It waits to be woken.
     pub idle: bool,
+    /// It will wake by itself when the pool has been quiet.
+    pub timed: bool,
     /// Its thread has ended.
     pub gone: bool,
     /// Backing ahead was refused: not tried again before pages are taken or given back.
@@ -174,6 +176,13 @@ impl State {
     /// Blocks that must not leave.
     pub fn on_hand_wanted(&self) -> u32 {
         u32::try_from(self.wanted).unwrap_or(u32::MAX).saturating_add(self.kept_on_hand)
+    }
+
+    /// When idle memory beyond the minimum is to be given back, if nothing happens until then.
+    pub fn rests_at(&self) -> Option<Instant> {
+        let there_is_some =
+            self.phase == Phase::Open && self.may_page() && self.ledger.page_counts().reserved > 0;
+        self.demand.rests_at().filter(|_| there_is_some)
     }
 
     /// Whether idle memory is to be given back now.
@@ -289,6 +298,7 @@ impl Shared {
             }
             if after.pages.reserved > before.pages.reserved {
                 state.pager.unmapping_refused = false;
+                state.demand.touch(Instant::now());
             }
         }
         tell(&self.counts.available, after.available);
@@ -299,7 +309,9 @@ impl Shared {
             self.counts.close();
         }
         self.tell_meter(state, after.pages);
-        if state.pager.idle && state.pager_has_work() {
+        // It also has to learn that there is something to give back in a while.
+        let untimed = !state.pager.timed && state.rests_at().is_some();
+        if state.pager.idle && (untimed || state.pager_has_work()) {
             state.pager.idle = false;
             self.work.notify_one();
         }
@@ -366,13 +378,25 @@ impl<'a> Guard<'a> {
         Ok(changed.then_some(guard))
     }
 
-    /// Waits until there is work for the pager.
+    /// Waits until there is work for the pager, or the pool has been quiet for so long that it rests.
     pub fn wait_for_work(mut self) -> Result<Self, PoolError> {
         self.pager.idle = true;
+        self.pager.timed = self.rests_at().is_some();
         let shared = self.shared;
         let mut state = self.hand_on(); // wakes it again, were there any
         while state.pager.idle {
-            state = shared.work.wait(state).map_err(|_| poisoned())?;
+            let rests_at = state.rests_at();
+            state.pager.timed = rests_at.is_some();
+            let left = rests_at.map(|at| at.saturating_duration_since(Instant::now()));
+            state = match left {
+                None => shared.work.wait(state).map_err(|_| poisoned())?,
+                Some(Duration::ZERO) => {
+                    state.demand.rest();
+                    state.pager.idle = false;
+                    state
+                }
+                Some(left) => shared.work.wait_timeout(state, left).map_err(|_| poisoned())?.0,
+            };
         }
         Ok(Guard::over(shared, state).of_pager())
     }

@@ -51,6 +51,27 @@ fn the_minimum_comes_back_when_it_is_taken_and_after_a_trim_with_the_next_demand
 }
 
 #[test]
+fn a_pool_that_nobody_uses_keeps_the_minimum() {
+    for min in [0, 1] {
+        let (fake, pool) = pool(with_reserve(min, 6));
+        let ids = pool.alloc(20).unwrap().unwrap();
+        pool.free(&ids).unwrap();
+        assert_eq!(pool.stats().unwrap().pages.reserved, 6, "at first they may be wanted again");
+        let began = Instant::now();
+        while fake.mapped().len() as u64 > min && began.elapsed() < Duration::from_secs(20) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        pool.wait();
+        assert_eq!(pool.stats().unwrap().pages.reserved as u64, min);
+        check(&fake, &pool);
+        fake.calls();
+        let ids = pool.alloc(1).unwrap().unwrap();
+        pool.free(&ids).unwrap();
+        assert_eq!(pool.stats().unwrap().pages.reserved, 1 + 1, "and it begins anew");
+    }
+}
+
+#[test]
 fn a_refused_reserve_is_not_asked_for_again_and_again() {
     let (fake, pool) = pool(with_reserve(0, 6));
     fake.set_budget(1);
