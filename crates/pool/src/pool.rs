@@ -503,7 +503,7 @@ impl Pool {
                 let (next, backing) = self.back(state, &pages, deadline, enough)?;
                 state = next;
                 if let Backing::Short(_) = backing {
-                    return Ok(take(&mut state)); // somebody may have freed meanwhile
+                    return Ok(None);
                 }
             }
             if let Some(taken) = take(&mut state) {

@@ -40,6 +40,10 @@ fn the_reserve_is_mapped_ahead_of_those_who_take_pages() {
 fn the_minimum_comes_back_when_it_is_taken_and_after_a_trim_with_the_next_demand() {
     let (fake, pool) = pool(with_reserve(2, 2));
     assert_eq!(fake.mapped(), [0, 1]);
+    pool.set_limit(0, None).unwrap();
+    assert_eq!(fake.mapped(), [0u32; 0]);
+    pool.set_limit(u64::MAX, None).unwrap();
+    assert_eq!(fake.mapped(), [0, 1], "before anything is taken, too");
     pool.alloc(1).unwrap().unwrap();
     assert_eq!(pool.stats().unwrap().pages.reserved, 2);
     assert_eq!(pool.trim().unwrap(), 2 * PAGE_BYTES);
@@ -581,4 +585,20 @@ fn what_was_allocated_is_kept_no_longer_and_what_was_not_stays() {
         assert_eq!(fake.mapped(), [1]);
         check(&fake, &pool);
     }
+}
+
+#[test]
+fn a_trim_says_so_where_the_driver_does_not_answer() {
+    let (gate, entered) = Gate::new();
+    let config = PoolConfig { patience: Duration::from_millis(50), ..config(8) };
+    let pool = Pool::new(config, gate.clone(), Arc::new(NoMeter)).unwrap();
+    gate.open();
+    let ids = pool.alloc(8).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    entered.recv().unwrap();
+    entered.recv().unwrap(); // the pager is in the driver
+    assert!(matches!(pool.trim(), Err(PoolError::StateConsistency { .. })));
+    gate.open();
+    assert!(pool.quiesce(Duration::from_secs(10)).unwrap());
+    assert_eq!(pool.trim().unwrap(), 0);
 }

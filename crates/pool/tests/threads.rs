@@ -212,3 +212,28 @@ fn a_device_that_refused_is_asked_again_when_memory_came_back() {
         pool.shutdown().unwrap();
     }
 }
+
+#[test]
+fn blocks_that_come_while_a_refused_device_is_waited_for_are_taken() {
+    let (gate, entered) = Gate::new();
+    let pool = Arc::new(Pool::new(config(12), gate.clone(), Arc::new(NoMeter)).unwrap());
+    gate.open();
+    let ids = pool.alloc(8).unwrap().unwrap();
+    entered.recv().unwrap();
+    pool.free(&ids[4..]).unwrap();
+    entered.recv().unwrap(); // page 1 leaves, and does not come to an end
+    gate.refuse(1000);
+    let waiting = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.alloc(2).unwrap().unwrap()
+    });
+    std::thread::sleep(Duration::from_millis(20));
+    pool.free(&ids[..1]).unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!waiting.is_finished());
+    pool.free(&ids[1..2]).unwrap();
+    assert_eq!(waiting.join().unwrap(), [0, 1]);
+    gate.open();
+    gate.open();
+    pool.shutdown().unwrap();
+}
