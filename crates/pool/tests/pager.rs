@@ -602,3 +602,14 @@ fn a_trim_says_so_where_the_driver_does_not_answer() {
     assert!(pool.quiesce(Duration::from_secs(10)).unwrap());
     assert_eq!(pool.trim().unwrap(), 0);
 }
+
+#[test]
+fn a_pool_that_is_dropped_though_it_cannot_end_leaves_no_thread() {
+    for _ in 0..50 {
+        let (fake, pool) = pool(config(8));
+        pool.alloc(4).unwrap().unwrap();
+        fake.fail_at(0, Fault::Refused); // the synchronise
+        drop(pool);
+        assert_eq!((fake.mapped(), Arc::strong_count(&fake)), (vec![0], 1));
+    }
+}
