@@ -167,7 +167,7 @@ impl State {
     /// Pages to be mapped ahead now.
     pub fn pages_ahead(&self) -> u32 {
         let pages = self.ledger.page_counts();
-        if self.pager.mapping_refused || self.ledger.excess() > 0 {
+        if self.pager.mapping_refused {
             return 0;
         }
         self.demand.ahead().saturating_sub(pages.reserved + pages.retired).min(pages.free)
@@ -360,7 +360,7 @@ impl<'a> Guard<'a> {
 
     /// Waits until something has changed. `None`: nothing did before `deadline`.
     pub fn wait(self, deadline: Instant) -> Result<Option<Self>, PoolError> {
-        let (shared, by_pager) = (self.shared, self.by_pager);
+        let shared = self.shared;
         let mut state = self.hand_on();
         let seen = state.changes;
         state.waiting += 1;
@@ -373,8 +373,7 @@ impl<'a> Guard<'a> {
         }
         state.waiting -= 1;
         let changed = state.changes != seen;
-        let mut guard = Guard::over(shared, state);
-        guard.by_pager = by_pager;
+        let guard = Guard::over(shared, state);
         Ok(changed.then_some(guard))
     }
 

@@ -573,8 +573,7 @@ fn what_was_allocated_is_kept_no_longer_and_what_was_not_stays() {
     for take in takes {
         let (fake, pool) = pool(config(80));
         assert_eq!(pool.reserve_demand(16).unwrap(), 16);
-        pool.keep_on_hand(4).unwrap();
-        pool.wait();
+        assert_eq!((pool.keep_on_hand(4).unwrap(), pool.reserve_demand(4).unwrap()), (4, 4));
         assert_eq!(fake.mapped().len(), 4, "a smaller wish takes nothing from a larger one");
         let ids = take(&pool).unwrap();
         // Four blocks more on hand than the eight that are kept: a page may leave, though none was emptied.
@@ -612,4 +611,25 @@ fn a_pool_that_is_dropped_though_it_cannot_end_leaves_no_thread() {
         drop(pool);
         assert_eq!((fake.mapped(), Arc::strong_count(&fake)), (vec![0], 1));
     }
+}
+
+#[test]
+fn a_retired_page_is_as_good_as_one_in_reserve() {
+    let (fake, pool) = pool(PoolConfig { async_sched: true, ..with_reserve(1, 1) });
+    let ids = pool.alloc(4).unwrap().unwrap();
+    assert_eq!(fake.mapped(), [0, 1]);
+    pool.begin_epoch().unwrap();
+    pool.free(&ids).unwrap();
+    pool.alloc(4).unwrap().unwrap();
+    assert_eq!(fake.mapped(), [0, 1], "the next allocation can have it");
+    check(&fake, &pool);
+
+    // Taken again it is no sign that more memory will be wanted.
+    let (fake, pool) = self::pool(PoolConfig { async_sched: true, ..with_reserve(0, 6) });
+    let ids = pool.alloc(4).unwrap().unwrap();
+    assert_eq!((fake.mapped(), pool.stats().unwrap().ahead_pages), (vec![0, 1], 1));
+    pool.begin_epoch().unwrap();
+    pool.free(&ids).unwrap();
+    pool.alloc(8).unwrap().unwrap();
+    assert_eq!(pool.stats().unwrap().ahead_pages, 2, "for one page in reserve");
 }

@@ -5,11 +5,11 @@ mod fake;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fake::gate::Gate;
 use fake::{Fake, PAGE_BYTES, check, config, pool_over};
-use kvcached_pool::{NoMeter, Pool, PoolConfig, PoolError};
+use kvcached_pool::{Cause, MapFailure, Mapper, NoMeter, Pool, PoolConfig, PoolError, UnmapFailure};
 
 const THREADS: u64 = 4;
 const ROUNDS: u32 = 3000;
@@ -236,4 +236,64 @@ fn blocks_that_come_while_a_refused_device_is_waited_for_are_taken() {
     gate.open();
     gate.open();
     pool.shutdown().unwrap();
+}
+
+/// Panics under the pool's lock, where it is asked what it holds beside the pages, once it is told to.
+struct Explosive {
+    gate: Arc<Gate>,
+    armed: AtomicBool,
+}
+
+impl Mapper for Explosive {
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        self.gate.map(pages)
+    }
+    fn unmap(&self, pages: &[u32]) -> Result<(), UnmapFailure> {
+        self.gate.unmap(pages)
+    }
+    fn synchronise(&self) -> Result<(), Cause> {
+        Ok(())
+    }
+    fn room(&self) -> Result<u64, Cause> {
+        Ok(0)
+    }
+    fn held_beside(&self) -> u64 {
+        assert!(!self.armed.load(Ordering::SeqCst), "on purpose");
+        0
+    }
+    fn page_bytes(&self) -> u64 {
+        PAGE_BYTES
+    }
+    fn virtual_bytes(&self) -> u64 {
+        0
+    }
+}
+
+#[test]
+fn a_panic_under_the_lock_is_told_to_all() {
+    let (gate, entered) = Gate::new();
+    let mapper = Arc::new(Explosive { gate: gate.clone(), armed: AtomicBool::new(false) });
+    let pool = Arc::new(Pool::new(config(4), mapper.clone(), Arc::new(NoMeter)).unwrap());
+    let [first, second] = [0, 1].map(|_| {
+        let pool = pool.clone();
+        std::thread::spawn(move || pool.alloc(2))
+    });
+    entered.recv().unwrap(); // one of them maps the only page, the other waits for it
+    std::thread::sleep(Duration::from_millis(20));
+    mapper.armed.store(true, Ordering::SeqCst);
+    let began = Instant::now();
+    gate.open();
+    let ends = [first.join(), second.join()];
+    assert_eq!(ends.iter().filter(|end| end.is_err()).count(), 1, "the panic is that of its own thread");
+    let told = |end: &Result<(), PoolError>| matches!(end, Err(PoolError::StateConsistency { .. }));
+    assert!(ends.into_iter().flatten().all(|end| told(&end.map(drop))));
+    assert!(told(&pool.available().map(drop)) && told(&pool.held().map(drop)));
+    assert!(pool.shutdown().is_err());
+    drop(pool);
+    // The pager was woken, and has ended.
+    while Arc::strong_count(&mapper) > 1 && began.elapsed() < Duration::from_secs(5) {
+        std::thread::yield_now();
+    }
+    assert_eq!(Arc::strong_count(&mapper), 1);
+    assert!(began.elapsed() < Duration::from_secs(5), "somebody waited until its patience was at an end");
 }
