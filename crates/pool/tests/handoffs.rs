@@ -267,31 +267,31 @@ fn a_drained_pool_holds_nothing() {
 }
 
 #[test]
-fn shutdown_while_others_work() {
-    try_orders(|| {
-        let turns = Turns::new(4);
-        let pool = pool(&turns, 4, 1);
-        let others: Vec<_> = (0..2)
-            .map(|_| {
-                spawn(&pool, |pool| {
-                    let ids = match pool.alloc(BLOCKS) {
-                        Ok(ids) => ids.unwrap(),
-                        Err(error) => return assert!(matches!(error, PoolError::Shutdown), "{error}"),
-                    };
-                    match pool.free(&ids) {
-                        Ok(()) | Err(PoolError::Shutdown) => {}
+fn shutdown_while_others_work_and_wait() {
+    for pages in [1, 4] {
+        try_orders(move || {
+            let turns = Turns::new(4);
+            let pool = pool(&turns, pages, u64::from(pages) / 4);
+            let others: Vec<_> = (0..2)
+                .map(|_| {
+                    spawn(&pool, |pool| match pool.alloc(BLOCKS) {
+                        Err(PoolError::Shutdown) | Ok(None) => {}
+                        Ok(Some(ids)) => match pool.free(&ids) {
+                            Ok(()) | Err(PoolError::Shutdown) => {}
+                            Err(error) => panic!("{error}"),
+                        },
                         Err(error) => panic!("{error}"),
-                    }
+                    })
                 })
-            })
-            .collect();
-        let again = spawn(&pool, |pool| pool.shutdown().unwrap());
-        assert_eq!(pool.shutdown().unwrap(), 0);
-        assert_eq!(turns.mapped(), 0, "a shutdown that returns has given everything back");
-        again.join().unwrap();
-        others.into_iter().for_each(|other| other.join().unwrap());
-        assert_eq!((pool.shutdown().unwrap(), turns.mapped()), (0, 0));
-    });
+                .collect();
+            let again = spawn(&pool, |pool| pool.shutdown().unwrap());
+            assert_eq!(pool.shutdown().unwrap(), 0);
+            assert_eq!(turns.mapped(), 0, "a shutdown that returns has given everything back");
+            again.join().unwrap();
+            others.into_iter().for_each(|other| other.join().unwrap());
+            assert_eq!((pool.shutdown().unwrap(), turns.mapped()), (0, 0));
+        });
+    }
 }
 
 #[test]

@@ -136,6 +136,7 @@ fn shutdown_waits_for_the_driver_call_of_another_thread() {
     gate.open();
     closing.join().unwrap().unwrap();
     assert_eq!(pool.stats().unwrap().pages.free, 2);
+    assert_eq!(gate.synchronised.load(Ordering::SeqCst), 1, "it waits, and does not ask again and again");
 }
 
 /// Takes and gives a block that is on hand, so often that whoever waits is woken more often than it may ask the driver.

@@ -15,6 +15,8 @@ pub struct Gate {
     permitted: Condvar,
     /// Maps that are still to be refused, at once.
     refusals: AtomicU32,
+    /// How often it was waited for the device.
+    pub synchronised: AtomicU32,
 }
 
 impl Gate {
@@ -26,6 +28,7 @@ impl Gate {
                 permits: Mutex::default(),
                 permitted: Condvar::new(),
                 refusals: AtomicU32::new(0),
+                synchronised: AtomicU32::new(0),
             }),
             receiver,
         )
@@ -63,6 +66,7 @@ impl Mapper for Gate {
         Ok(())
     }
     fn synchronise(&self) -> Result<(), Cause> {
+        self.synchronised.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
     fn room(&self) -> Result<u64, Cause> {
