@@ -176,6 +176,7 @@ fn stress(async_sched: bool) {
     assert!(allocated > 100 && refused > 10, "the threads met shortage");
     assert_eq!((stats.held_blocks, stats.tally.failures, stats.pages.quarantined), (1, 0, 0));
     stage.pool.set_limit(u64::MAX, None).unwrap();
+    stage.pool.begin_epoch().unwrap(); // the last demand may have been followed by no free that emptied a page: it is kept no longer
     assert!(stage.pool.quiesce(Duration::from_secs(60)).unwrap());
     let pages = stage.pool.stats().unwrap().pages;
     assert!(pages.reserved <= 3 && pages.retired == 0, "{pages:?}");
