@@ -371,15 +371,18 @@ impl Pool {
     }
 
     /// Unmaps the reserve, the minimum too, and gives back what the mapper keeps; returns the bytes given back. The reserve
-    /// comes back when pages are next taken.
+    /// comes back when pages are next taken. What a scheduler at work was told is on hand stays there.
     pub fn trim(&self) -> Result<u64, PoolError> {
         let shared = &self.shared;
         drop(shared.enter()?);
         let beside = shared.mapper.held_beside();
         let mut state = shared.enter()?;
         state.demand.forget();
-        state.kept_on_hand = 0;
-        let pages = state.ledger.plan_unbacking(0, 0, u32::MAX);
+        if !state.ledger.has_outstanding_epoch() {
+            state.kept_on_hand = 0;
+        }
+        let on_hand = state.on_hand_wanted();
+        let pages = state.ledger.plan_unbacking(0, on_hand, u32::MAX);
         let mut gone = 0;
         if !pages.is_empty() {
             let (next, released) = shared.give_back(state, &pages)?;

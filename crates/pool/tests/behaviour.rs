@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use fake::{Call, Fake, Fault, PAGE_BYTES, check, config, pool, pool_over};
 use kvcached_pool::{
-    BlockError, Cause, Layout, MapFailure, Mapper, NoMeter, PageOrder, Pool, PoolConfig, PoolError, Tally,
+    BlockError, Layout, MapFailure, Mapper, NoMeter, PageOrder, Pool, PoolConfig, PoolError, Tally,
     UnmapFailure,
 };
 
@@ -411,18 +411,7 @@ impl Mapper for Liar {
     fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
         Ok(())
     }
-    fn synchronise(&self) -> Result<(), Cause> {
-        Ok(())
-    }
-    fn room(&self) -> Result<u64, Cause> {
-        Ok(0)
-    }
-    fn page_bytes(&self) -> u64 {
-        PAGE_BYTES
-    }
-    fn virtual_bytes(&self) -> u64 {
-        0
-    }
+    without_memory!();
 }
 
 #[test]

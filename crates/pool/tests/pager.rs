@@ -232,12 +232,12 @@ fn what_somebody_was_told_is_on_hand_does_not_leave() {
     let ends: [Ends; 4] = [
         |pool| pool.release_through(0).unwrap(),
         |pool| {
+            pool.trim().unwrap();
+        },
+        |pool| {
             pool.begin_epoch().unwrap();
         },
         |pool| pool.clear().unwrap(),
-        |pool| {
-            pool.trim().unwrap();
-        },
     ];
     for end in ends {
         assert_eq!(pool.reserve_demand(8).unwrap(), 8);
@@ -477,18 +477,21 @@ impl Mapper for Slow {
         std::thread::sleep(self.unmap);
         Ok(())
     }
-    fn synchronise(&self) -> Result<(), Cause> {
-        Ok(())
-    }
-    fn room(&self) -> Result<u64, Cause> {
-        Ok(0)
-    }
-    fn page_bytes(&self) -> u64 {
-        PAGE_BYTES
-    }
-    fn virtual_bytes(&self) -> u64 {
-        0
-    }
+    without_memory!();
+}
+
+#[test]
+fn a_trim_leaves_a_scheduler_at_work_what_it_was_told() {
+    let (fake, pool) = pool(PoolConfig { async_sched: true, ..config(80) });
+    let epoch = pool.begin_epoch().unwrap();
+    assert_eq!(pool.reserve_demand(8).unwrap(), 8);
+    assert_eq!(pool.trim().unwrap(), 0);
+    let ids = pool.alloc_on_hand(6).unwrap().unwrap();
+    pool.release_through(epoch).unwrap();
+    assert_eq!(pool.reserve_demand(9).unwrap(), 9);
+    assert_eq!(pool.trim().unwrap(), 2 * PAGE_BYTES, "no batch is out: nobody is about to allocate");
+    pool.free(&ids).unwrap();
+    check(&fake, &pool);
 }
 
 #[test]
@@ -536,18 +539,7 @@ fn pages_leave_behind_one_whose_memory_could_not_be_released() {
             let (quarantined, still_mapped) = (vec![], vec![]);
             Err(UnmapFailure { quarantined, still_mapped, source: "not released".into() })
         }
-        fn synchronise(&self) -> Result<(), Cause> {
-            Ok(())
-        }
-        fn room(&self) -> Result<u64, Cause> {
-            Ok(0)
-        }
-        fn page_bytes(&self) -> u64 {
-            PAGE_BYTES
-        }
-        fn virtual_bytes(&self) -> u64 {
-            0
-        }
+        without_memory!();
     }
     let pool = Pool::new(config(80), Arc::new(Leaky), Arc::new(NoMeter)).unwrap();
     let ids = pool.alloc(80).unwrap().unwrap();

@@ -5,8 +5,6 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kvcached_pool::{Cause, MapFailure, Mapper, UnmapFailure};
 
-use super::PAGE_BYTES;
-
 /// Maps and unmaps only when told to.
 pub struct Gate {
     entered: Mutex<mpsc::Sender<()>>,
@@ -69,13 +67,5 @@ impl Mapper for Gate {
         self.synchronised.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
-    fn room(&self) -> Result<u64, Cause> {
-        Ok(0)
-    }
-    fn page_bytes(&self) -> u64 {
-        PAGE_BYTES
-    }
-    fn virtual_bytes(&self) -> u64 {
-        0
-    }
+    without_memory!(waits);
 }

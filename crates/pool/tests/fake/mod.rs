@@ -1,6 +1,28 @@
 //! A mapper without memory: records calls, checks the laws, fails where it is told to.
 #![allow(dead_code)] // each test binary uses its part
 
+/// The rest of a mapper that has no memory anywhere: for those that differ in what they map.
+#[macro_export]
+macro_rules! without_memory {
+    () => {
+        fn synchronise(&self) -> Result<(), kvcached_pool::Cause> {
+            Ok(())
+        }
+        without_memory!(waits);
+    };
+    (waits) => {
+        fn room(&self) -> Result<u64, kvcached_pool::Cause> {
+            Ok(0)
+        }
+        fn page_bytes(&self) -> u64 {
+            $crate::fake::PAGE_BYTES
+        }
+        fn virtual_bytes(&self) -> u64 {
+            0
+        }
+    };
+}
+
 pub mod gate;
 
 use std::collections::BTreeSet;
