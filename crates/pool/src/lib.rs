@@ -13,6 +13,7 @@ mod fork;
 mod ftensor;
 mod limit;
 mod mapper;
+mod memory;
 mod meter;
 mod pager;
 mod pool;

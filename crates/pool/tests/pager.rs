@@ -3,7 +3,7 @@
 
 mod fake;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
@@ -624,4 +624,41 @@ fn a_retired_page_is_as_good_as_one_in_reserve() {
     pool.free(&ids).unwrap();
     pool.alloc(8).unwrap().unwrap();
     assert_eq!(pool.stats().unwrap().ahead_pages, 2, "for one page in reserve");
+}
+
+#[test]
+fn a_pool_that_is_broken_pages_no_more() {
+    /// Unmaps once it may, and panics rather than map a second time.
+    #[derive(Default)]
+    struct Breaks {
+        maps: AtomicU32,
+        unmaps: AtomicU32,
+        may_unmap: AtomicBool,
+    }
+    impl Mapper for Breaks {
+        fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+            assert_eq!(self.maps.fetch_add(1, Ordering::SeqCst), 0, "on purpose");
+            Ok(pages.to_vec())
+        }
+        fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
+            self.unmaps.fetch_add(1, Ordering::SeqCst);
+            while !self.may_unmap.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+            Ok(())
+        }
+        without_memory!();
+    }
+    let breaks = Arc::new(Breaks::default());
+    let pool = Pool::new(config(160), breaks.clone(), Arc::new(NoMeter)).unwrap();
+    let ids = pool.alloc(80).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    while breaks.unmaps.load(Ordering::SeqCst) == 0 {
+        std::thread::yield_now(); // until the pager is in the driver
+    }
+    let claim = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| pool.claim(&[150])));
+    assert!(claim.is_err() && matches!(pool.alloc(1), Err(PoolError::StateConsistency { .. })));
+    breaks.may_unmap.store(true, Ordering::SeqCst);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(breaks.unmaps.load(Ordering::SeqCst), 1, "nobody knows what is mapped");
 }
