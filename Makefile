@@ -32,7 +32,7 @@ demo: ## an engine natively and on kvcached, side by side (ENGINE=vllm|sglang DE
 
 test: wheel test-rust test-unit test-engine test-engine-0.26 test-sglang ## all tests
 
-# The second: the pager's hand-offs in many orders. KVCACHED_STRESS_S: seconds of eight threads over one pool.
+# The second: the pager's hand-offs in many orders. STRESS_S: seconds of eight threads over one pool.
 test-rust: ## the crates
 	cargo test --workspace --locked
 	cargo test --package kvcached-pool --features shuttle --test handoffs --locked

@@ -1,4 +1,4 @@
-//! Eight threads over one pool on real memory of which there is too little, for as long as KVCACHED_STRESS_S says (seconds, default 2).
+//! Eight threads over one pool on real memory of which there is too little, for as long as STRESS_S says (seconds, default 2).
 //!
 //! Each thread signs every block that it holds, in every buffer, and finds its signature when it gives the block back: no block
 //! is held twice, none without memory. What it gives back it goes on reading until its epoch has ended, as queued GPU work does:
@@ -158,7 +158,7 @@ fn act(stage: &Stage, name: u64, async_sched: bool, until: Instant) {
 }
 
 fn stress(async_sched: bool) {
-    let seconds = std::env::var("KVCACHED_STRESS_S").map_or(2.0, |text| text.parse().unwrap());
+    let seconds = std::env::var("STRESS_S").map_or(2.0, |text| text.parse().unwrap());
     let stage = Stage::set(async_sched);
     let until = Instant::now() + Duration::from_secs_f64(seconds);
     let threads: Vec<_> = (0..THREADS)
