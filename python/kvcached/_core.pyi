@@ -338,6 +338,10 @@ class Pool:
         """(blocks held, blocks usable) of each page. Raises `ValueError` for a page outside the pool."""
     def pages_of(self, ids: _Ids) -> list[int]:
         """Page of each id. Raises `BlockError` for one that no block has."""
+    def emptied_by(self, ids: _Ids) -> int:
+        """Pages that would hold nothing, were exactly these held blocks freed: what evicting them gives back. Raises `BlockError`
+        where `free` would.
+        """
     def stats(self) -> dict[str, int]:
         """Pages by state; blocks; pages since the start by who backed them or gave them back (on demand: callers; ahead and behind:
         the pool's own thread); bytes: used_bytes, reserved_bytes, virtual_bytes, mapped_bytes (the first two together),

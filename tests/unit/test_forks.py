@@ -76,6 +76,7 @@ POOL_CALLS: dict[str, tuple] = {
     "shutdown": (),
     "get_page_occupancy": ([0],),
     "pages_of": ([0],),
+    "emptied_by": ([0],),
     "stats": (),
 }
 

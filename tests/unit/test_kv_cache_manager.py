@@ -49,7 +49,10 @@ def test_names_and_numbers(no_reserve):
     assert manager.available_size() == NUM_BLOCKS - 5
     assert manager.get_mapped_memory_size("MB") == manager.geometry.page_bytes / 2**20
     assert manager.get_page_occupancy(manager.pages_of(ids[:1])) == [(5, manager.geometry.blocks_per_page)]
+    assert (manager.emptied_by(ids), manager.emptied_by(ids[1:])) == (1, 0)
     manager.free(ids)
+    with pytest.raises(BlockError, match=f"block {ids[0]} "):
+        manager.emptied_by(ids)
     assert manager.available_size() == NUM_BLOCKS
     assert manager.quiesce() and manager.get_mapped_memory_size() == 0
     snapshot = manager.observability_snapshot()

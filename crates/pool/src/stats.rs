@@ -68,6 +68,11 @@ impl Pool {
             .collect()
     }
 
+    /// Pages that would hold nothing, were exactly these held blocks freed: what evicting them gives back.
+    pub fn emptied_by(&self, ids: &[u32]) -> Result<u32, PoolError> {
+        Ok(self.shared.enter()?.ledger.emptied_by(ids)?)
+    }
+
     /// Page of each id.
     pub fn pages_of(&self, ids: &[u32]) -> Result<Vec<u32>, PoolError> {
         let state = self.shared.enter()?;

@@ -21,6 +21,7 @@ fn memory_comes_with_the_first_block_and_leaves_with_the_last() {
     assert_eq!((pool.available().unwrap(), pool.backed().unwrap()), (6, 2));
     assert_eq!(pool.occupancy(&[0, 1, 2]).unwrap(), [(4, 4), (2, 4), (0, 4)]);
     assert_eq!(pool.pages_of(&[0, 6, 13]).unwrap(), [0, 1, 2]);
+    assert_eq!([&[6, 5][..], &[5], &[0, 1, 2, 3, 6]].map(|ids| pool.emptied_by(ids).unwrap()), [1, 0, 1]);
     assert_eq!(pool.alloc(2).unwrap().unwrap(), [7, 8]);
     assert_eq!(fake.calls(), [], "on hand");
     pool.free(&[5, 6, 7, 8]).unwrap();
@@ -109,6 +110,7 @@ fn refusals_are_typed_and_change_nothing() {
     assert_eq!(block(pool.free(&[4])), BlockError::Unknown { id: 4 });
     assert_eq!(block(pool.claim(&[10, 0])), BlockError::Held { id: 0 });
     assert!(matches!(pool.pages_of(&[4]), Err(PoolError::Block(BlockError::Unknown { id: 4 }))));
+    assert!(matches!(pool.emptied_by(&[0, 7]), Err(PoolError::Block(BlockError::NotHeld { id: 7 }))));
     assert!(matches!(pool.occupancy(&[3]), Err(PoolError::NoSuchPage { page: 3, num_pages: 3 })));
     assert!(matches!(pool.release_through(1), Err(PoolError::Epoch(_))));
     assert_eq!(pool.stats().unwrap(), before);
@@ -314,6 +316,7 @@ fn shutdown_unmaps_everything_once() {
     assert!(matches!(pool.clear(), Err(PoolError::Shutdown)));
     assert!(matches!(pool.occupancy(&[0]), Err(PoolError::Shutdown)));
     assert!(matches!(pool.pages_of(&[0]), Err(PoolError::Shutdown)));
+    assert!(matches!(pool.emptied_by(&[0]), Err(PoolError::Shutdown)));
     drop(pool);
     assert_eq!(fake.calls(), [], "nothing left to do");
 }

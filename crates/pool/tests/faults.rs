@@ -23,7 +23,7 @@ fn free_some(pool: &Steady, held: &mut Vec<u32>, n: usize) {
     pool.free(&ids).unwrap();
 }
 
-const SCENARIOS: [(&str, Scenario); 6] = [
+const SCENARIOS: [(&str, Scenario); 7] = [
     ("grow and shrink", |pool, held| {
         for n in [3, 9, 1, 14] {
             allocate(pool, held, n);
@@ -61,6 +61,16 @@ const SCENARIOS: [(&str, Scenario); 6] = [
         allocate(pool, held, 4);
         let _ = pool.try_to_reserve(10);
         pool.free_reserved().unwrap();
+    }),
+    ("limits", |pool, held| {
+        allocate(pool, held, 17);
+        for pages in [3, 9, 0] {
+            pool.set_limit(pages * PAGE_BYTES, None).unwrap();
+            free_some(pool, held, 5);
+            allocate(pool, held, 3);
+        }
+        pool.set_limit(u64::MAX, None).unwrap();
+        allocate(pool, held, 2);
     }),
     ("clear and trim", |pool, held| {
         allocate(pool, held, 15);

@@ -68,6 +68,7 @@ fn a_fork_is_refused_before_the_lock() {
             pool.shutdown().map(drop),
             pool.occupancy(&[0]).map(drop),
             pool.pages_of(&[0]).map(drop),
+            pool.emptied_by(&[0]).map(drop),
             pool.stats().map(drop),
         ])
     });

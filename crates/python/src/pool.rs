@@ -303,6 +303,11 @@ impl Pool {
         self.inner.pages_of(&ids).map_err(|e| e.raise(py))
     }
 
+    fn emptied_by(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<u32> {
+        let ids = ids::blocks(ids)?;
+        self.inner.emptied_by(&ids).map_err(|e| e.raise(py))
+    }
+
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.inner.stats().map_err(|e| e.raise(py))?;
         let pages = stats.pages;
