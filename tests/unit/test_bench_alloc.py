@@ -542,6 +542,8 @@ def test_an_interrupt_shows_what_there_is(fake, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background has them ignore it, and with them what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 60
     while not out.exists() and time.monotonic() < deadline:
