@@ -64,6 +64,7 @@ class Vllm:
         self._flash_attention = int(version) if version else None
         self._check_platform()
         self._check_name()
+        self._have_matrix_tiles()
         self._models: dict[Shape, _Model] = {}
         self._refusals: list[str] = []
         for shape in GPU_SHAPES if self._device.type == "cuda" else CPU_SHAPES:
@@ -81,6 +82,14 @@ class Vllm:
         at_hand = "cuda" if current_platform.is_cuda() else current_platform.device_type
         if at_hand != self._device.type:
             raise UntestedError(f"this vLLM runs on {at_hand or 'nothing here'}, not on {self._device.type}")
+
+    def _have_matrix_tiles(self) -> None:
+        """Have a CPU's matrix tiles (AMX) granted to this process. In an engine the first matrix product asks the kernel for
+        them; vLLM's attention relies on that, and without it dies of an illegal instruction.
+        """
+        if self._device.type == "cpu":
+            tile = torch.ones(64, 64, dtype=torch.bfloat16)
+            torch.matmul(tile, tile)
 
     def _check_name(self) -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
