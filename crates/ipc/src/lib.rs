@@ -1,8 +1,14 @@
-//! Ranks that agree: how a coordinator process maps and unmaps pages on the worker ranks that own
-//! the GPU mappings (tensor and pipeline parallel engines).
+//! Ranks that agree: how a coordinator process maps and unmaps pages on the worker ranks that own the GPU mappings (tensor
+//! and pipeline parallel engines).
 //!
-//! The protocol is two pure cores, [`coordinator`] and [`rank`]: events in, effects out, no clock and no I/O. [`Ranks`] carries out
-//! the effects of the one, [`RankServer`] those of the other, over Unix sockets or an engine's own RPC, with the bytes of [`wire`].
+//! The protocol is two cores without a clock, a thread or a socket: [`coordinator::Coordinator`] and [`rank::Rank`] take an
+//! event and return effects. Production, the model checker, the simulator and the fuzzer run these same functions. [`message`]
+//! is what the two say to each other, [`wire`] its bytes, [`runs`] how sets of pages travel.
+//!
+//! [`Ranks`] carries out the effects of the one core, [`RankServer`] those of the other, over Unix sockets or an engine's own
+//! RPC. What a rank does to memory it does to a [`Store`].
+
+#![forbid(unsafe_code)]
 
 pub mod coordinator;
 pub mod message;

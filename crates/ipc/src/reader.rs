@@ -94,7 +94,9 @@ fn read(mut readings: Vec<Reading>, stopping: &AtomicBool, wake: &Wake) {
         remains.retain_mut(|remains| !remains.settle(Instant::now()));
     }
     // The last to look: one that dies later is found by the next server that starts.
-    remains.iter().for_each(|remains| drop(remove_dead(&remains.socket)));
+    for remains in &remains {
+        remove_dead(&remains.socket);
+    }
 }
 
 fn what_became(error: &io::Error) -> String {
