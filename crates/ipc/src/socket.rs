@@ -315,7 +315,7 @@ mod tests {
     fn what_a_peer_does_not_read_is_kept_up_to_a_bound_and_arrives_later() {
         let (a, b) = pair();
         let long = wire::encode(&longest(1));
-        assert_eq!(long.len() + 24 + 18, MAX_FRAME_BYTES, "but for the numbers of other kinds");
+        assert!(long.len() > MAX_FRAME_BYTES - 64, "{}", long.len());
         let mut kept = 0;
         let refused = loop {
             match a.send(&long) {
