@@ -1,4 +1,5 @@
 //! A first walk through the protocol: two ranks, nothing fails.
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 use kvcached_ipc::coordinator::{Coordinator, Effect, Event, Op, Outcome};
 use kvcached_ipc::message::{Body, Created, Member};
