@@ -59,9 +59,10 @@ enum Act {
     Asks(usize, TransactionId, Request),
     Arm(TransactionId),
     Ends(TransactionId, Outcome),
+    Closes(usize),
     Breaks(usize),
 }
-use Act::{Arm, Asks, Breaks, Ends, Started};
+use Act::{Arm, Asks, Breaks, Closes, Ends, Started};
 
 fn broken() -> Outcome {
     Outcome::Broken { why: String::new() }
@@ -94,6 +95,7 @@ impl Desk {
 
     fn step(&mut self, event: Event) -> Vec<Act> {
         let short = |effect| match effect {
+            Effect::Close { member } => Closes(member),
             Effect::Started { transaction } => Started(transaction),
             Effect::Arm { transaction } => Arm(transaction),
             Effect::Finish { transaction, outcome: Outcome::Broken { why } } => {
@@ -212,7 +214,7 @@ fn members_that_differ_in_shape_make_no_group() {
         desk.start(Op::Room);
         desk.says(0, 1, Body::Created(having(&[], &[])));
         let acts = desk.says(1, 1, Body::Created(differing));
-        assert_eq!(acts, [Breaks(1), Ends(2, broken()), Ends(1, broken())]);
+        assert_eq!(acts, [Closes(1), Breaks(1), Ends(2, broken()), Ends(1, broken())]);
         let why = desk.coordinator.is_broken().unwrap();
         assert!(why.contains('9') && why.contains("rank 1 of stage 0") && why.contains("rank 0"), "{why}");
     }
@@ -240,7 +242,7 @@ fn a_member_that_refuses_hello_breaks_the_group() {
     for body in [Body::Refused(Refusal::StaleEpoch), Body::Refused(Refusal::Overloaded), failed(&[], &[])] {
         let mut desk = Desk::fresh(2);
         desk.step(Event::Begin);
-        assert_eq!(desk.says(0, 1, body), [Breaks(0), Ends(1, broken())]);
+        assert_eq!(desk.says(0, 1, body), [Closes(0), Breaks(0), Ends(1, broken())]);
     }
 }
 
@@ -253,7 +255,7 @@ fn a_term_begins_once_and_nothing_starts_before_or_after() {
     let mut desk = Desk::fresh(0);
     assert!(matches!(desk.step(Event::Begin)[..], [Started(1), Ends(1, Outcome::Failed { .. })]));
     let mut desk = Desk::fresh(1);
-    assert_eq!(desk.lost(0), [Breaks(0)]);
+    assert_eq!(desk.lost(0), [Closes(0), Breaks(0)]);
     assert_eq!(desk.step(Event::Begin), [Started(1), Ends(1, broken())]);
     assert_eq!(desk.start(Op::Bye), [Started(2), Ends(2, broken())]);
 }
@@ -424,7 +426,7 @@ fn an_abort_is_repeated_until_it_is_answered() {
     assert_eq!(desk.says(0, 2, Body::Running), []);
     assert_eq!(desk.deadline(2), [Asks(0, 2, Request::Abort), Arm(2)]);
     assert_eq!(desk.says(0, 2, mapped(&[1])), []);
-    assert_eq!(desk.deadline(2), [Breaks(0), Ends(2, broken())]);
+    assert_eq!(desk.deadline(2), [Closes(0), Breaks(0), Ends(2, broken())]);
 }
 
 // ---------------------------------------------------------------- silence
@@ -451,7 +453,7 @@ fn long_work_is_waited_for_but_not_forever() {
         assert_eq!(desk.deadline(2), [Asks(1, 2, Request::Query), Arm(2)]);
         assert_eq!(desk.says(1, 2, Body::Running), []);
     }
-    assert_eq!(desk.deadline(2), [Breaks(1), Asks(0, 2, Request::Abort), Arm(2)]);
+    assert_eq!(desk.deadline(2), [Closes(1), Breaks(1), Asks(0, 2, Request::Abort), Arm(2)]);
     assert_eq!(desk.says(0, 2, aborted(&[])), [Ends(2, broken())]);
 }
 
@@ -462,7 +464,7 @@ fn silence_over_two_deadlines_is_a_loss() {
     desk.says(1, 2, Body::Passed);
     desk.says(2, 2, Body::Passed);
     assert_eq!(desk.deadline(2), [Asks(0, 2, Request::Query), Arm(2)]);
-    assert_eq!(desk.deadline(2), [Breaks(0), Ends(2, broken())]);
+    assert_eq!(desk.deadline(2), [Closes(0), Breaks(0), Ends(2, broken())]);
     let why = desk.coordinator.is_broken().unwrap();
     assert_eq!(why, "rank 0 of stage 0 is lost: it does not answer in time");
     // Survivors too are given two deadlines to clean up in, no more.
@@ -471,7 +473,7 @@ fn silence_over_two_deadlines_is_a_loss() {
     desk.lost(0);
     assert_eq!(desk.deadline(2), [Asks(1, 2, Request::Abort), Asks(2, 2, Request::Abort), Arm(2)]);
     desk.says(1, 2, aborted(&[]));
-    assert_eq!(desk.deadline(2), [Ends(2, broken())]);
+    assert_eq!(desk.deadline(2), [Closes(2), Ends(2, broken())]);
 }
 
 // ---------------------------------------------------------------- loss
@@ -485,7 +487,7 @@ fn a_member_lost_before_a_decision_has_the_others_undo_it() {
         desk.says(0, 2, body);
         let abort = |member| Asks(member, 2, Request::Abort);
         // What waits ends at once, what is under way when the others are clean.
-        assert_eq!(desk.lost(1), [Breaks(1), Ends(3, broken()), abort(0), abort(2), Arm(2)]);
+        assert_eq!(desk.lost(1), [Closes(1), Breaks(1), Ends(3, broken()), abort(0), abort(2), Arm(2)]);
         assert_eq!(desk.lost(1), []);
         desk.says(0, 2, aborted(&[]));
         assert_eq!(desk.says(1, 2, aborted(&[])), []);
@@ -497,15 +499,15 @@ fn a_member_lost_before_a_decision_has_the_others_undo_it() {
 #[test]
 fn a_member_lost_after_the_decision_has_the_others_complete_it() {
     let mut desk = Desk::committing();
-    assert_eq!(desk.lost(1), [Breaks(1)]);
+    assert_eq!(desk.lost(1), [Closes(1), Breaks(1)]);
     assert_eq!(desk.deadline(2), [Asks(0, 2, Request::Commit), Arm(2)]);
     assert_eq!(desk.says(0, 2, Body::Committed), [Ends(2, broken())]);
     // The last that was waited for.
     let mut desk = Desk::committing();
     desk.says(0, 2, Body::Committed);
-    assert_eq!(desk.lost(1), [Breaks(1), Ends(2, broken())]);
+    assert_eq!(desk.lost(1), [Closes(1), Breaks(1), Ends(2, broken())]);
     let mut desk = Desk::aborting();
-    assert_eq!(desk.lost(0), [Breaks(0), Ends(2, broken())]);
+    assert_eq!(desk.lost(0), [Closes(0), Breaks(0), Ends(2, broken())]);
 }
 
 #[test]
@@ -513,25 +515,25 @@ fn a_member_lost_in_what_changes_no_pages_ends_it_at_once() {
     for op in [Op::Barrier, Op::Trim, Op::Room] {
         let mut desk = Desk::new(2);
         desk.start(op);
-        assert_eq!(desk.lost(1), [Breaks(1), Ends(2, broken())]);
+        assert_eq!(desk.lost(1), [Closes(1), Breaks(1), Ends(2, broken())]);
     }
     let mut desk = Desk::new(1);
     desk.start(Op::Unmap(vec![1]));
-    assert_eq!(desk.lost(0), [Breaks(0), Ends(2, broken())]);
+    assert_eq!(desk.lost(0), [Closes(0), Breaks(0), Ends(2, broken())]);
     let mut desk = Desk::new(1);
     desk.start(Op::Map(vec![1]));
-    assert_eq!(desk.lost(0), [Breaks(0), Ends(2, broken())]);
+    assert_eq!(desk.lost(0), [Closes(0), Breaks(0), Ends(2, broken())]);
     // In both phases of a beginning.
     let mut desk = Desk::fresh(2);
     desk.step(Event::Begin);
-    assert_eq!(desk.lost(1), [Breaks(1), Ends(1, broken())]);
+    assert_eq!(desk.lost(1), [Closes(1), Breaks(1), Ends(1, broken())]);
     let mut desk = Desk::fresh(2);
     desk.step(Event::Begin);
     desk.says(0, 1, Body::Created(having(&[1], &[])));
     desk.says(1, 1, Body::Created(having(&[1], &[])));
-    assert_eq!(desk.lost(1), [Breaks(1), Ends(1, broken())]);
+    assert_eq!(desk.lost(1), [Closes(1), Breaks(1), Ends(1, broken())]);
     // When nothing is asked.
-    assert_eq!(Desk::new(2).lost(1), [Breaks(1)]);
+    assert_eq!(Desk::new(2).lost(1), [Closes(1), Breaks(1)]);
     assert_eq!(Desk::new(2).lost(9), []);
 }
 
@@ -543,7 +545,7 @@ fn a_second_loss_while_cleaning_up_ends_it_too() {
     desk.lost(0);
     assert_eq!(desk.says(1, 2, aborted(&[])), []);
     assert_eq!(desk.says(1, 3, aborted(&[])), []);
-    assert_eq!(desk.lost(2), [Ends(2, broken()), Ends(3, broken())]);
+    assert_eq!(desk.lost(2), [Closes(2), Ends(2, broken()), Ends(3, broken())]);
 }
 
 #[test]
@@ -556,7 +558,7 @@ fn whoever_answers_for_another_or_asks_is_no_member() {
     ] {
         let mut desk = Desk::new(2);
         desk.start(Op::Map(vec![1]));
-        assert_eq!(desk.step(Event::Received { member: 0, frame })[0], Breaks(0));
+        assert_eq!(desk.step(Event::Received { member: 0, frame })[..2], [Closes(0), Breaks(0)]);
     }
     // Of another term, of a member that is none, of a transaction that is none: no answers of ours.
     let mut desk = Desk::new(2);
@@ -571,10 +573,10 @@ fn an_answer_to_nothing_that_was_asked_is_a_loss() {
     for body in [Body::Unmapped, Body::Prepared, aborted(&[]), Body::Committed, Body::Bye, Body::Passed] {
         let mut desk = Desk::new(2);
         desk.start(Op::Map(vec![1]));
-        assert_eq!(desk.says(0, 2, body)[0], Breaks(0));
+        assert_eq!(desk.says(0, 2, body)[..2], [Closes(0), Breaks(0)]);
     }
     for body in [Body::Committed, Body::Prepared, Body::Refused(Refusal::Decided)] {
-        assert_eq!(Desk::aborting().says(0, 2, body)[0], Breaks(0));
+        assert_eq!(Desk::aborting().says(0, 2, body)[..2], [Closes(0), Breaks(0)]);
     }
     for body in [mapped(&[]), failed(&[], &[]), Body::Running, Body::Unknown] {
         assert_eq!(Desk::aborting().says(0, 2, body), []);
@@ -709,20 +711,20 @@ fn bye_comes_last_and_is_not_missed() {
     let acts = desk.says(1, 2, mapped(&[1]));
     assert_eq!(acts[1..], [Asks(0, 3, Request::Bye), Asks(1, 3, Request::Bye), Arm(3)]);
     // A connection that closes now has said it too; so has a rank that knows no such term.
-    assert_eq!(desk.lost(0), []);
+    assert_eq!(desk.lost(0), [Closes(0)]);
     let acts = desk.says(1, 3, Body::Refused(Refusal::StaleEpoch));
     assert_eq!(acts, [Ends(3, Outcome::Gone)]);
-    assert_eq!(desk.lost(1), []);
+    assert_eq!(desk.lost(1), [Closes(1)]);
     assert_eq!(desk.coordinator.is_broken(), None);
     // Silence is an answer as well.
     let mut desk = Desk::new(2);
     desk.start(Op::Bye);
     desk.says(0, 2, Body::Bye);
     assert_eq!(desk.deadline(2), [Asks(1, 2, Request::Bye), Arm(2)]);
-    assert_eq!(desk.deadline(2), [Ends(2, Outcome::Gone)]);
+    assert_eq!(desk.deadline(2), [Closes(1), Ends(2, Outcome::Gone)]);
     // A member lost before BYE was said breaks the group all the same.
     let mut desk = Desk::new(2);
     desk.start(Op::Map(vec![1]));
     desk.start(Op::Bye);
-    assert_eq!(desk.lost(0), [Breaks(0), Ends(3, broken()), Asks(1, 2, Request::Abort), Arm(2)]);
+    assert_eq!(desk.lost(0), [Closes(0), Breaks(0), Ends(3, broken()), Asks(1, 2, Request::Abort), Arm(2)]);
 }

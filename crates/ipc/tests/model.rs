@@ -108,7 +108,8 @@ impl Scenario {
     /// Explores every state, prints how many there are, and fails with the path to a violation.
     fn check(self, name: &str, expected: &[Facts]) -> usize {
         let (begin, seen) = (Instant::now(), self.seen.clone());
-        let checker = self.checker().threads(2).spawn_bfs().join();
+        let checker =
+            self.checker().threads(2).timeout(std::time::Duration::from_secs(25)).spawn_bfs().join();
         let states = checker.unique_state_count();
         println!("{name}: {states} states in {:.1} s", begin.elapsed().as_secs_f64());
         if let Some(path) = checker.discovery("nothing that must not be") {
@@ -204,26 +205,161 @@ const NONE: Bounds = Bounds {
 
 #[test]
 fn probe() {
-    let ops = || vec![map(&[1]), unmap(&[1])];
+    let mu = || vec![map(&[1]), unmap(&[1])];
+    let m = || vec![map(&[1])];
     let b = |f: fn(&mut Bounds)| {
         let mut b = NONE;
         f(&mut b);
         b
     };
-    Scenario::new(3, ops(), NONE).check("plain", &[]);
-    Scenario::new(3, ops(), b(|b| b.failures = 1)).check("failure", &[]);
-    Scenario::new(3, ops(), b(|b| b.losses = 1)).check("loss", &[]);
-    Scenario::new(3, ops(), b(|b| b.duplicates = 1)).check("dup", &[]);
-    Scenario::new(3, ops(), b(|b| b.deadlines = 1)).check("deadline", &[]);
     Scenario::new(
         3,
-        ops(),
+        m(),
         b(|b| {
+            b.failures = 1;
+            b.lost_pages = 1;
+            b.duplicates = 1
+        }),
+    )
+    .check("map f1 l1 dup1", &[]);
+    Scenario::new(
+        3,
+        m(),
+        b(|b| {
+            b.failures = 1;
+            b.losses = 1;
+        }),
+    )
+    .check("map f1 loss1", &[]);
+    Scenario::new(
+        3,
+        m(),
+        b(|b| {
+            b.failures = 1;
+            b.losses = 2;
+        }),
+    )
+    .check("map f1 loss2", &[]);
+    Scenario::new(
+        3,
+        m(),
+        b(|b| {
+            b.failures = 1;
+            b.deadlines = 1;
+        }),
+    )
+    .check("map f1 dead1", &[]);
+    Scenario::new(
+        3,
+        mu(),
+        b(|b| {
+            b.failures = 1;
+            b.duplicates = 1;
+        }),
+    )
+    .check("mu f1 dup1", &[]);
+    Scenario::new(
+        3,
+        mu(),
+        b(|b| {
+            b.failures = 1;
+            b.losses = 1;
+        }),
+    )
+    .check("mu f1 loss1", &[]);
+    Scenario::new(
+        3,
+        mu(),
+        b(|b| {
+            b.losses = 2;
+        }),
+    )
+    .check("mu loss2", &[]);
+    Scenario::new(
+        3,
+        mu(),
+        b(|b| {
+            b.ranks = 1;
+            b.failures = 1
+        }),
+    )
+    .check("mu rank1 f1", &[]);
+    Scenario::new(
+        3,
+        mu(),
+        b(|b| {
+            b.ranks = 1;
+            b.duplicates = 1
+        }),
+    )
+    .check("mu rank1 dup1", &[]);
+    Scenario::new(
+        3,
+        mu(),
+        b(|b| {
+            b.ranks = 1;
             b.coordinators = 1;
             b.terms = 1
         }),
     )
-    .check("crash", &[]);
-    Scenario::new(3, ops(), b(|b| b.ranks = 1)).check("rank", &[]);
-    Scenario::new(3, ops(), b(|b| b.cuts = 1)).check("cut", &[]);
+    .check("mu rank1 crash1", &[]);
+    Scenario::new(
+        3,
+        mu(),
+        b(|b| {
+            b.failures = 1;
+            b.coordinators = 1;
+            b.terms = 1
+        }),
+    )
+    .check("mu f1 crash1", &[]);
+    Scenario::new(
+        3,
+        mu(),
+        b(|b| {
+            b.losses = 1;
+            b.coordinators = 1;
+            b.terms = 1
+        }),
+    )
+    .check("mu loss1 crash1", &[]);
+    Scenario::new(
+        3,
+        mu(),
+        b(|b| {
+            b.duplicates = 1;
+            b.coordinators = 1;
+            b.terms = 1
+        }),
+    )
+    .check("mu dup1 crash1", &[]);
+    Scenario::new(3, vec![map(&[1]), map(&[2]), unmap(&[1])], b(|_| ())).check("side", &[]);
+    Scenario::new(3, vec![map(&[1]), map(&[2]), unmap(&[1])], b(|b| b.failures = 1)).check("side f1", &[]);
+    Scenario::new(
+        1,
+        mu(),
+        b(|b| {
+            b.losses = 1;
+            b.duplicates = 1;
+            b.deadlines = 2;
+            b.failures = 1;
+            b.lost_pages = 1;
+            b.coordinators = 1;
+            b.terms = 1;
+            b.ranks = 1
+        }),
+    )
+    .check("one", &[]);
+    Scenario::new(
+        2,
+        mu(),
+        b(|b| {
+            b.losses = 1;
+            b.duplicates = 1;
+            b.failures = 1;
+            b.coordinators = 1;
+            b.terms = 1;
+        }),
+    )
+    .check("two", &[]);
 }

@@ -40,7 +40,7 @@ fn carry(coordinator: &mut Coordinator, ranks: &mut [Rank], event: Event) -> Vec
                 continue;
             }
             Effect::Started { .. } | Effect::Arm { .. } => continue,
-            Effect::Broken { why, .. } => panic!("{why}"),
+            Effect::Close { .. } | Effect::Broken { .. } => panic!("{effect:?}"),
         };
         let Decoded::Frame(frame) = decode(&encode(&frame)).unwrap() else { panic!("unknown kind") };
         let mut theirs = ranks[member].step(rank::Event::Received { connection: 7, frame });

@@ -536,7 +536,8 @@ impl World {
 
     fn coordinate(&mut self, event: coordinator::Event, mut op: Option<Op>) -> Checked {
         let Some(coordinator) = &mut self.coordinator else { return Ok(()) };
-        for effect in coordinator.step(event) {
+        let effects = coordinator.step(event);
+        for effect in effects {
             match effect {
                 coordinator::Effect::Started { transaction } => {
                     self.book.open.insert(transaction, op.take());
@@ -551,6 +552,10 @@ impl World {
                 coordinator::Effect::Finish { transaction, outcome } => {
                     self.armed.remove(&transaction);
                     self.finish(transaction, &outcome)?;
+                }
+                coordinator::Effect::Close { member } => {
+                    self.cut(member);
+                    self.notices.remove(&Notice::Lost { member });
                 }
                 coordinator::Effect::Broken { .. } => {
                     self.facts.0.add(Facts::BROKEN);
