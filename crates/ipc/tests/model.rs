@@ -4,7 +4,7 @@
 //!
 //! Bounds are spent by the adversary, so that every path ends: in a state where nothing can happen any more everything has
 //! finished and nothing is left (`World` checks that too). A scenario names what it has to have met on its way.
-#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout)]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -47,7 +47,6 @@ struct Scenario {
     /// Started in this order, as soon as each makes sense, or later.
     ops: Vec<Op>,
     bounds: Bounds,
-    /// Whether deaths may come before the first operation.
     mutant: Mutant,
     seen: Arc<AtomicU32>,
 }
@@ -69,6 +68,7 @@ impl Scenario {
         Scenario { ranks, ops, bounds, mutant: Mutant::None, seen: Arc::default() }
     }
 
+    /// What may happen to the frames under way.
     fn frames(state: &State, actions: &mut Vec<Action>) {
         let flights = state.world.flights();
         for index in 0..flights.len() {
@@ -85,6 +85,7 @@ impl Scenario {
         }
     }
 
+    /// What may happen at the ranks.
     fn drivers(state: &State, actions: &mut Vec<Action>) {
         for (member, seat) in state.world.seats().iter().enumerate() {
             if seat.running.is_some() {
@@ -105,23 +106,31 @@ impl Scenario {
         }
     }
 
-    /// Explores every state, prints how many there are, and fails with the path to a violation.
-    fn check(self, name: &str, expected: &[Facts]) -> usize {
+    /// Explores every state and prints how many there are. Fails with the way to a violation.
+    fn explore(self, name: &str) -> Result<Facts, String> {
         let (begin, seen) = (Instant::now(), self.seen.clone());
-        let checker =
-            self.checker().threads(2).timeout(std::time::Duration::from_secs(25)).spawn_bfs().join();
+        let checker = self.checker().spawn_bfs().join();
         let states = checker.unique_state_count();
-        println!("{name}: {states} states in {:.1} s", begin.elapsed().as_secs_f64());
+        println!(
+            "{name}: {states} states, depth {}, {:.1} s",
+            checker.max_depth(),
+            begin.elapsed().as_secs_f64()
+        );
         if let Some(path) = checker.discovery("nothing that must not be") {
             let violation = path.last_state().violation.clone().unwrap();
-            panic!("{name}: {violation}\n{:#?}", path.into_actions());
+            return Err(format!("{name}: {violation}\n{:#?}", path.into_actions()));
         }
-        let seen = Facts::from_bits(seen.load(Ordering::Relaxed));
+        Ok(Facts::from_bits(seen.load(Ordering::Relaxed)))
+    }
+
+    /// Explores every state. All of `expected` must have happened in some of them: a check of states that are never reached
+    /// shows nothing.
+    fn check(self, name: &str, expected: &[Facts]) {
+        let met = self.explore(name).unwrap_or_else(|violation| panic!("{violation}"));
         for fact in expected {
-            let fact_name = Facts::ALL.iter().find(|(each, _)| each == fact).map(|(_, name)| name);
-            assert!(seen.has(*fact), "{name} never met: {fact_name:?}");
+            let words = Facts::ALL.iter().find(|(each, _)| each == fact).map(|(_, words)| words);
+            assert!(met.has(*fact), "{name} never met: {words:?}");
         }
-        states
     }
 }
 
@@ -191,175 +200,183 @@ fn unmap(pages: &[u32]) -> Op {
     Op::Unmap(pages.to_vec())
 }
 
-const NONE: Bounds = Bounds {
-    duplicates: 0,
-    losses: 0,
-    deadlines: 0,
-    failures: 0,
-    lost_pages: 0,
-    coordinators: 0,
-    terms: 0,
-    ranks: 0,
-    cuts: 0,
-};
+fn once() -> Vec<Op> {
+    vec![map(&[1])]
+}
+
+fn there_and_back() -> Vec<Op> {
+    vec![map(&[1]), unmap(&[1])]
+}
+
+// ---------------------------------------------------------------- three ranks in two stages
 
 #[test]
-fn probe() {
-    let mu = || vec![map(&[1]), unmap(&[1])];
-    let m = || vec![map(&[1])];
-    let b = |f: fn(&mut Bounds)| {
-        let mut b = NONE;
-        f(&mut b);
-        b
+fn a_map_that_fails_on_some_rank() {
+    let bounds = Bounds { failures: 1, lost_pages: 1, duplicates: 1, ..Bounds::default() };
+    Scenario::new(3, once(), bounds).check(
+        "map, two failures, a frame twice",
+        &[Facts::ABORTED, Facts::OVERTAKEN, Facts::ABORTED_AT_WORK, Facts::LOST_PAGE, Facts::DONE],
+    );
+}
+
+#[test]
+fn a_map_whose_frames_are_lost() {
+    let bounds = Bounds { failures: 1, losses: 2, ..Bounds::default() };
+    Scenario::new(3, once(), bounds).check(
+        "map, a failure, two frames lost",
+        &[Facts::ANSWER_HEALED, Facts::REQUEST_HEALED, Facts::BROKEN, Facts::DONE],
+    );
+}
+
+#[test]
+fn a_map_that_outlasts_deadlines() {
+    let bounds = Bounds { deadlines: 1, ..Bounds::default() };
+    Scenario::new(3, once(), bounds).check("map, an early deadline", &[Facts::REQUEST_HEALED, Facts::DONE]);
+}
+
+#[test]
+fn an_unmap_that_fails_on_some_rank() {
+    let bounds = Bounds { failures: 1, duplicates: 1, ..Bounds::default() };
+    Scenario::new(3, there_and_back(), bounds).check(
+        "map and unmap, a failure, a frame twice",
+        &[Facts::COMMITTED, Facts::ABORTED, Facts::OVERTAKEN, Facts::ABORTED_AT_WORK, Facts::DONE],
+    );
+}
+
+#[test]
+fn an_unmap_whose_frames_are_lost() {
+    let bounds = Bounds { failures: 1, losses: 2, ..Bounds::default() };
+    Scenario::new(3, there_and_back(), bounds).check(
+        "map and unmap, a failure, two frames lost",
+        &[
+            Facts::COMMITTED,
+            Facts::COMMIT_REPEATED,
+            Facts::ABORTED,
+            Facts::ANSWER_HEALED,
+            Facts::PRESUMED_ABORT,
+            Facts::BROKEN,
+        ],
+    );
+}
+
+#[test]
+fn a_rank_that_dies() {
+    let bounds = Bounds { ranks: 1, duplicates: 1, ..Bounds::default() };
+    Scenario::new(3, there_and_back(), bounds).check(
+        "map and unmap, a rank dies, a frame twice",
+        &[Facts::BROKEN, Facts::COMMITTED, Facts::ABORTED],
+    );
+}
+
+#[test]
+fn a_connection_that_breaks() {
+    let bounds = Bounds { cuts: 1, failures: 1, ..Bounds::default() };
+    Scenario::new(3, there_and_back(), bounds).check(
+        "map and unmap, a connection breaks, a failure",
+        &[Facts::BROKEN, Facts::COMMITTED, Facts::ABORTED, Facts::PRESUMED_ABORT],
+    );
+}
+
+#[test]
+fn a_coordinator_that_dies_and_its_successor() {
+    let bounds = Bounds { coordinators: 1, terms: 1, losses: 1, failures: 1, ..Bounds::default() };
+    Scenario::new(3, there_and_back(), bounds).check(
+        "map and unmap, a new coordinator, a failure, a frame lost",
+        &[
+            Facts::TAKEN_OVER,
+            Facts::PRESUMED_ABORT,
+            Facts::HALF_COMMITTED,
+            Facts::RECONCILED,
+            Facts::STALE,
+            Facts::COMMIT_REPEATED,
+        ],
+    );
+}
+
+#[test]
+fn a_coordinator_that_dies_and_whose_frames_come_twice() {
+    let bounds = Bounds { coordinators: 1, terms: 1, duplicates: 1, ..Bounds::default() };
+    Scenario::new(3, there_and_back(), bounds).check(
+        "map and unmap, a new coordinator, a frame twice",
+        &[Facts::TAKEN_OVER, Facts::PRESUMED_ABORT, Facts::HALF_COMMITTED, Facts::RECONCILED, Facts::STALE],
+    );
+}
+
+#[test]
+fn a_rank_that_dies_and_then_the_coordinator() {
+    let bounds = Bounds { coordinators: 1, terms: 1, ranks: 1, ..Bounds::default() };
+    Scenario::new(3, there_and_back(), bounds).check(
+        "map and unmap, a rank dies, a new coordinator",
+        &[Facts::TAKEN_OVER, Facts::BROKEN, Facts::PRESUMED_ABORT, Facts::RECONCILED, Facts::HALF_COMMITTED],
+    );
+}
+
+#[test]
+fn operations_side_by_side() {
+    let ops = vec![map(&[1]), map(&[2]), unmap(&[1])];
+    let bounds = Bounds { failures: 1, ..Bounds::default() };
+    let expected = [Facts::DONE, Facts::ABORTED, Facts::COMMITTED];
+    Scenario::new(3, ops, bounds).check("two maps and an unmap side by side, a failure", &expected);
+}
+
+// ---------------------------------------------------------------- fewer ranks, more adversity
+
+#[test]
+fn two_ranks_with_everything_lost_and_late() {
+    let bounds =
+        Bounds { losses: 1, duplicates: 1, failures: 1, coordinators: 1, terms: 1, ..Bounds::default() };
+    Scenario::new(2, there_and_back(), bounds).check(
+        "2 ranks: map and unmap, a new coordinator, a failure, a frame lost, a frame twice",
+        &[Facts::TAKEN_OVER, Facts::RECONCILED, Facts::STALE, Facts::HALF_COMMITTED, Facts::ANSWER_HEALED],
+    );
+}
+
+#[test]
+fn two_ranks_with_early_deadlines() {
+    let bounds = Bounds { deadlines: 1, failures: 1, losses: 1, ..Bounds::default() };
+    Scenario::new(2, there_and_back(), bounds).check(
+        "2 ranks: map and unmap, an early deadline, a failure, a frame lost",
+        &[Facts::COMMIT_REPEATED, Facts::ANSWER_HEALED, Facts::ABORTED, Facts::BROKEN],
+    );
+}
+
+#[test]
+fn one_rank_in_one_exchange() {
+    let bounds = Bounds {
+        losses: 1,
+        duplicates: 1,
+        deadlines: 1,
+        failures: 1,
+        coordinators: 1,
+        terms: 1,
+        ranks: 1,
+        ..Bounds::default()
     };
-    Scenario::new(
-        3,
-        m(),
-        b(|b| {
-            b.failures = 1;
-            b.lost_pages = 1;
-            b.duplicates = 1
-        }),
-    )
-    .check("map f1 l1 dup1", &[]);
-    Scenario::new(
-        3,
-        m(),
-        b(|b| {
-            b.failures = 1;
-            b.losses = 1;
-        }),
-    )
-    .check("map f1 loss1", &[]);
-    Scenario::new(
-        3,
-        m(),
-        b(|b| {
-            b.failures = 1;
-            b.losses = 2;
-        }),
-    )
-    .check("map f1 loss2", &[]);
-    Scenario::new(
-        3,
-        m(),
-        b(|b| {
-            b.failures = 1;
-            b.deadlines = 1;
-        }),
-    )
-    .check("map f1 dead1", &[]);
-    Scenario::new(
-        3,
-        mu(),
-        b(|b| {
-            b.failures = 1;
-            b.duplicates = 1;
-        }),
-    )
-    .check("mu f1 dup1", &[]);
-    Scenario::new(
-        3,
-        mu(),
-        b(|b| {
-            b.failures = 1;
-            b.losses = 1;
-        }),
-    )
-    .check("mu f1 loss1", &[]);
-    Scenario::new(
-        3,
-        mu(),
-        b(|b| {
-            b.losses = 2;
-        }),
-    )
-    .check("mu loss2", &[]);
-    Scenario::new(
-        3,
-        mu(),
-        b(|b| {
-            b.ranks = 1;
-            b.failures = 1
-        }),
-    )
-    .check("mu rank1 f1", &[]);
-    Scenario::new(
-        3,
-        mu(),
-        b(|b| {
-            b.ranks = 1;
-            b.duplicates = 1
-        }),
-    )
-    .check("mu rank1 dup1", &[]);
-    Scenario::new(
-        3,
-        mu(),
-        b(|b| {
-            b.ranks = 1;
-            b.coordinators = 1;
-            b.terms = 1
-        }),
-    )
-    .check("mu rank1 crash1", &[]);
-    Scenario::new(
-        3,
-        mu(),
-        b(|b| {
-            b.failures = 1;
-            b.coordinators = 1;
-            b.terms = 1
-        }),
-    )
-    .check("mu f1 crash1", &[]);
-    Scenario::new(
-        3,
-        mu(),
-        b(|b| {
-            b.losses = 1;
-            b.coordinators = 1;
-            b.terms = 1
-        }),
-    )
-    .check("mu loss1 crash1", &[]);
-    Scenario::new(
-        3,
-        mu(),
-        b(|b| {
-            b.duplicates = 1;
-            b.coordinators = 1;
-            b.terms = 1
-        }),
-    )
-    .check("mu dup1 crash1", &[]);
-    Scenario::new(3, vec![map(&[1]), map(&[2]), unmap(&[1])], b(|_| ())).check("side", &[]);
-    Scenario::new(3, vec![map(&[1]), map(&[2]), unmap(&[1])], b(|b| b.failures = 1)).check("side f1", &[]);
-    Scenario::new(
-        1,
-        mu(),
-        b(|b| {
-            b.losses = 1;
-            b.duplicates = 1;
-            b.deadlines = 2;
-            b.failures = 1;
-            b.lost_pages = 1;
-            b.coordinators = 1;
-            b.terms = 1;
-            b.ranks = 1
-        }),
-    )
-    .check("one", &[]);
-    Scenario::new(
-        2,
-        mu(),
-        b(|b| {
-            b.losses = 1;
-            b.duplicates = 1;
-            b.failures = 1;
-            b.coordinators = 1;
-            b.terms = 1;
-        }),
-    )
-    .check("two", &[]);
+    let scenario = Scenario::new(1, there_and_back(), bounds);
+    let met = scenario.explore("1 rank: map and unmap, everything goes wrong once").unwrap();
+    assert!(met.has(Facts::TAKEN_OVER) && met.has(Facts::RECONCILED) && met.has(Facts::BROKEN));
+    // One rank needs no second phase.
+    assert!(!met.has(Facts::COMMITTED) && met.has(Facts::DONE));
+}
+
+// ---------------------------------------------------------------- the checks can fail
+
+#[test]
+fn wrong_protocols_are_found() {
+    let bounds = Bounds { failures: 1, losses: 1, ..Bounds::default() };
+    let dying = Bounds { coordinators: 1, ..Bounds::default() };
+    let twice = Bounds { duplicates: 1, ..Bounds::default() };
+    for (mutant, bounds, words) in [
+        (Mutant::ForgetsEarlyAborts, bounds, "agreed is"),
+        (Mutant::CommitBecomesAbort, bounds, "after the contrary was sent"),
+        (Mutant::NoPresumedAbort, dying, "is left with"),
+        (Mutant::OneForAll, Bounds::default(), "still keeps the memory"),
+        (Mutant::DoesItTwice, twice, "is prepared while"),
+    ] {
+        let mut scenario = Scenario::new(2, there_and_back(), bounds);
+        scenario.mutant = mutant;
+        let found = scenario.explore(&format!("{mutant:?}")).map(drop);
+        let violation = found.expect_err("nothing was found");
+        assert!(violation.contains(words), "{violation}");
+    }
 }

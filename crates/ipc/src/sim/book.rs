@@ -192,6 +192,11 @@ impl Book {
     pub fn compare(&self, stores: &[&Store]) -> Checked {
         let settled = !(self.busy() | self.lost);
         for (index, store) in stores.iter().enumerate() {
+            if let Some((transaction, kept)) = store.prepared
+                && kept & settled != 0
+            {
+                return Err(Violation(format!("the {index}th rank still keeps the memory of {transaction}")));
+            }
             let differs = (store.mapped ^ self.agreed) & settled;
             if differs != 0 {
                 let (mapped, agreed) = (runs(store.mapped), runs(self.agreed));
