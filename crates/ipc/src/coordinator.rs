@@ -105,6 +105,12 @@ pub enum Effect {
         /// How it went.
         outcome: Outcome,
     },
+    /// The member is given up: close its connection, so that it ends the term on its side and aborts what nobody decided. Also
+    /// where the connection was what was lost; nothing is sent to the member any more, and nothing it says is heard.
+    Close {
+        /// Index into the list of members.
+        member: usize,
+    },
     /// The group is broken, for good. Once. Operations under way finish when the other members are clean, later ones at once.
     Broken {
         /// Whose fault it is.
@@ -247,6 +253,11 @@ impl Coordinator {
     /// Why the group is broken, if it is.
     pub fn is_broken(&self) -> Option<&str> {
         self.broken.as_deref()
+    }
+
+    /// Whether the member (an index into the list of members) is lost.
+    pub fn is_lost(&self, member: usize) -> bool {
+        self.lost.get(member) == Some(&true)
     }
 
     /// Operations that have started and not finished.
@@ -467,6 +478,7 @@ impl Coordinator {
             return;
         }
         self.lost[member] = true;
+        effects.push(Effect::Close { member });
         let leaving = self.under_way.values().any(|exchange| exchange.kind == Kind::Bye);
         let gone = self.term == Term::Leaving && self.num_open() == 0;
         if !leaving && !gone {

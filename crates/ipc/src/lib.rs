@@ -14,6 +14,8 @@ pub mod coordinator;
 pub mod message;
 pub mod rank;
 pub mod runs;
+#[cfg(feature = "sim")]
+pub mod sim;
 pub mod wire;
 
 mod answer;

@@ -1,4 +1,5 @@
 //! A first walk through the protocol: two ranks, nothing fails.
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 use kvcached_ipc::coordinator::{Coordinator, Effect, Event, Op, Outcome};
 use kvcached_ipc::message::{Body, Created, Member};
@@ -39,7 +40,7 @@ fn carry(coordinator: &mut Coordinator, ranks: &mut [Rank], event: Event) -> Vec
                 continue;
             }
             Effect::Started { .. } | Effect::Arm { .. } => continue,
-            Effect::Broken { why, .. } => panic!("{why}"),
+            Effect::Close { .. } | Effect::Broken { .. } => panic!("{effect:?}"),
         };
         let Decoded::Frame(frame) = decode(&encode(&frame)).unwrap() else { panic!("unknown kind") };
         let mut theirs = ranks[member].step(rank::Event::Received { connection: 7, frame });
