@@ -423,11 +423,13 @@ impl Shared {
                     waiting.ready.notify_all();
                 }
             }
-            Effect::Broken { member, why } => {
-                tracing::error!(member = ?self.members.get(member), why, "a group of ranks is broken");
+            Effect::Close { member } => {
                 if let Some(link) = self.links().get(member) {
                     link.close();
                 }
+            }
+            Effect::Broken { member, why } => {
+                tracing::error!(member = ?self.members.get(member), why, "a group of ranks is broken");
             }
         }
     }
