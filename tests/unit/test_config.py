@@ -42,6 +42,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         "layout": "auto",
         "unbacked": "auto",
         "page_order": "lowest",
+        "ipc_timeout_s": 10.0,
         "log_level": "info",
     }
     assert settings.page_bytes is None

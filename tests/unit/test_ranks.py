@@ -298,8 +298,9 @@ def test_arguments_that_cannot_be_are_refused() -> None:
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "kvcached").mkdir(mode=0o755)
-    with pytest.raises(KVCachedConfigError, match=r"open to other users; run: chmod 700"):
+    (tmp_path / "kvcached").mkdir()
+    (tmp_path / "kvcached").chmod(0o755)
+    with pytest.raises(KVCachedConfigError, match=r"has mode 0755 and is open to other users; run: chmod 700"):
         RankServer()
 
 
