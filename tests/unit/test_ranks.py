@@ -58,6 +58,10 @@ def serve(pipe: Any, stage: int, rank: int) -> None:
             pipe.send(None)
         elif word == "read":
             pipe.send(view[arguments[0]].max(axis=1).tolist())
+        elif word == "fork":
+            if (child := os.fork()) == 0:
+                signal.pause()
+            pipe.send(child)
         elif word == "times":
             pipe.send([word for word, _ in server.take_times()])
     server.stop()
@@ -185,6 +189,21 @@ def test_a_worker_that_is_killed_breaks_the_pool_and_leaves_no_socket() -> None:
             assert time.monotonic() - begin < 5, "the socket of the dead is left"
             time.sleep(0.001)
         assert os.path.exists(started[0].address)
+
+
+def test_a_worker_that_is_killed_is_noticed_although_a_fork_of_it_lives() -> None:
+    with workers(2) as started:
+        ranks = over(started)
+        child = started[1].ask("fork")
+        try:
+            begin = time.monotonic()
+            started[1].process.kill()
+            while ranks.broken is None or os.path.exists(started[1].address):
+                assert time.monotonic() - begin < 1, (ranks.broken, "the fork has its connection and its socket open")
+                time.sleep(0.001)
+            os.kill(child, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_worker_that_hangs_is_lost_after_two_deadlines() -> None:

@@ -73,7 +73,8 @@ impl Desk {
             matches!(&frame.message, Message::Answer(Answer { body: Body::Running | Body::Unknown, .. }));
         let mut state = self.waiting.lock();
         let about = (connection, frame.group, frame.transaction);
-        let waiting = state.tickets.values_mut().rev().filter(|slot| slot.about == about && slot.answer.is_none());
+        let waiting =
+            state.tickets.values_mut().rev().filter(|slot| slot.about == about && slot.answer.is_none());
         for slot in waiting.take(if at_once { 1 } else { usize::MAX }) {
             slot.answer = Some(Ok(wire::encode(frame)));
         }
@@ -115,7 +116,9 @@ impl Ticket {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(IpcError::Failed { detail: format!("no answer to the frame within {PATIENCE:?}") });
+                return Err(IpcError::Failed {
+                    detail: format!("no answer to the frame within {PATIENCE:?}"),
+                });
             }
             state = self.waiting.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }

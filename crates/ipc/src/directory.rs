@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::IpcError;
+use crate::socket::has_ended;
 
 /// `sockaddr_un` has 108 bytes, the last of which ends the path.
 const MAX_PATH_BYTES: usize = 107;
@@ -122,9 +123,11 @@ impl Directory {
                 return Err(IpcError::PathTooLong { path: temporary_path, limit: MAX_PATH_BYTES });
             }
             let refused = |errno| IpcError::io("create socket", &path, errno);
-            let listener = UnixListener::bind(&temporary_path).map_err(|e| IpcError::io("create socket", &path, e))?;
+            let listener =
+                UnixListener::bind(&temporary_path).map_err(|e| IpcError::io("create socket", &path, e))?;
             listener.set_nonblocking(true).map_err(|e| IpcError::io("create socket", &path, e))?;
-            match rustix::fs::renameat_with(&*self.fd, &*temporary, &*self.fd, &*name, RenameFlags::NOREPLACE) {
+            match rustix::fs::renameat_with(&*self.fd, &*temporary, &*self.fd, &*name, RenameFlags::NOREPLACE)
+            {
                 Ok(()) => return Ok(Bound { listener, path, directory: self.clone(), name }),
                 Err(Errno::NOENT) if attempts < BIND_ATTEMPTS => {}
                 Err(errno) => {
@@ -167,8 +170,7 @@ impl Bound {
 /// Removes the socket `path` of a rank that has died. False where it may be asked again in a moment: a process that ends closes
 /// its connections and its listener one after the other.
 pub(crate) fn remove_dead(path: &Path) -> bool {
-    let is_socket =
-        |stat: rustix::fs::Stat| FileType::from_raw_mode(stat.st_mode) == FileType::Socket;
+    let is_socket = |stat: rustix::fs::Stat| FileType::from_raw_mode(stat.st_mode) == FileType::Socket;
     let named = path.file_name().and_then(|name| name.to_str()).is_some_and(is_ours);
     if !named || !rustix::fs::lstat(path).is_ok_and(is_socket) {
         return true;
@@ -204,6 +206,8 @@ fn life(path: &Path) -> Life {
     match rustix::net::connect(&socket, &address) {
         Err(Errno::CONNREFUSED) => Life::Dead,
         Err(Errno::NOENT) => Life::Gone,
+        // A fork of the process may have it open, and answers nobody.
+        Ok(()) if has_ended(&socket) => Life::Dead,
         _ => Life::Living,
     }
 }

@@ -140,9 +140,10 @@ impl Group {
         catch_unwind(AssertUnwindSafe(|| self.store.work(work))).unwrap_or_else(|_| {
             tracing::error!(work = kind(work), "a rank's memory panicked");
             let lost = match work {
-                Work::Map { pages } | Work::Unmap { pages } | Work::Undo { pages } | Work::Prepare { pages, .. } => {
-                    Runs::from_pages(pages).unwrap_or_else(|_| Runs::none())
-                }
+                Work::Map { pages }
+                | Work::Unmap { pages }
+                | Work::Undo { pages }
+                | Work::Prepare { pages, .. } => Runs::from_pages(pages).unwrap_or_else(|_| Runs::none()),
                 _ => Runs::none(),
             };
             let body = match work {

@@ -124,13 +124,21 @@ impl Ranks {
 
     /// Asks the ranks through a callable, from a thread for each of them, and begins a term over them. A call that fails is the loss
     /// of its rank. A question about work that is under way waits for it there, so that `timeout` must be longer than any map takes.
-    pub fn over_callable(members: Vec<Member>, config: RanksConfig, call: Arc<Call>) -> Result<Self, IpcError> {
+    pub fn over_callable(
+        members: Vec<Member>,
+        config: RanksConfig,
+        call: Arc<Call>,
+    ) -> Result<Self, IpcError> {
         Self::over_links(members, config, |member, inbox| {
             Ok(Arc::new(CallLink::start(member, Arc::clone(&call), inbox)?))
         })
     }
 
-    fn begin(shared: Arc<Shared>, links: Vec<Arc<dyn Link>>, reader: Option<Reader>) -> Result<Self, IpcError> {
+    fn begin(
+        shared: Arc<Shared>,
+        links: Vec<Arc<dyn Link>>,
+        reader: Option<Reader>,
+    ) -> Result<Self, IpcError> {
         let _ = shared.links.set(links);
         let reader = Mutex::new(reader);
         let mut ranks = Ranks { shared, created: vec![], reader, owner: Owner::this_process() };
@@ -263,7 +271,8 @@ impl Ranks {
             return;
         }
         if self.shared.broken.get().is_none() && !self.created.is_empty() {
-            let _ = self.shared.call(Event::Start { op: Op::Bye }, Some(BYE_PATIENCE.min(self.shared.timeout)));
+            let _ =
+                self.shared.call(Event::Start { op: Op::Bye }, Some(BYE_PATIENCE.min(self.shared.timeout)));
         }
         self.shared.links().iter().for_each(|link| link.close());
         let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 use crate::directory::remove_dead;
 use crate::link::SocketLink;
 use crate::ranks::Inbox;
-use crate::server::invalid;
-use crate::socket::{Assembler, Wake, poll};
+use crate::socket::{Assembler, Ready, Wake, poll};
 
 /// A frame that has begun is whole after this time.
 const FRAME_PATIENCE: Duration = Duration::from_secs(5);
@@ -68,7 +67,7 @@ fn read(mut readings: Vec<Reading>, stopping: &AtomicBool, wake: &Wake) {
     let mut remains: Vec<Remains> = vec![];
     while !stopping.load(Ordering::Acquire) {
         let mut fds = vec![wake.poll_fd()];
-        fds.extend(readings.iter().map(|reading| reading.link.connection.poll_fd()));
+        fds.extend(readings.iter().flat_map(|reading| reading.link.connection.poll_fds()));
         let frames = readings.iter().filter_map(Reading::deadline);
         let deadline = frames.chain(remains.iter().map(|remains| remains.next)).min();
         let ready = match poll(fds, deadline) {
@@ -80,9 +79,10 @@ fn read(mut readings: Vec<Reading>, stopping: &AtomicBool, wake: &Wake) {
         };
         wake.clear();
         let now = Instant::now();
-        let mut lost = vec![];
+        let (mut lost, mut found) = (vec![], ready.into_iter().skip(1));
         for (place, reading) in readings.iter_mut().enumerate() {
-            if let Err(error) = reading.take(ready[place + 1], now) {
+            let ready = Ready::take(&reading.link.connection, &mut found);
+            if let Err(error) = reading.take(ready, now) {
                 lost.push((place, error));
             }
         }
@@ -114,15 +114,10 @@ impl Reading {
         self.assembler.since().map(|since| since + FRAME_PATIENCE)
     }
 
-    fn take(&mut self, is_ready: bool, now: Instant) -> io::Result<()> {
-        if is_ready {
-            if self.link.connection.stuck_since().is_some() {
-                self.link.connection.flush()?;
-            }
-            self.link.connection.receive(&mut self.assembler)?;
-            while let Some(decoded) = self.assembler.next().map_err(invalid)? {
-                self.inbox.decoded(decoded);
-            }
+    fn take(&mut self, ready: Ready, now: Instant) -> io::Result<()> {
+        self.link.connection.exchange(ready, &mut self.assembler)?;
+        while let Some(decoded) = self.assembler.next()? {
+            self.inbox.decoded(decoded);
         }
         match self.deadline() {
             Some(deadline) if deadline <= now => Err(io::ErrorKind::TimedOut.into()),

@@ -19,7 +19,7 @@ use crate::fork::Owner;
 use crate::group::{Group, Post};
 use crate::message::{Answer, Body, Frame, Member, Message, Refusal};
 use crate::rank::{ConnectionId, Event};
-use crate::socket::{Assembler, Connection, Sent, Wake, poll, readable};
+use crate::socket::{Assembler, Connection, Ready, Sent, Wake, poll, readable};
 use crate::store::Store;
 use crate::wire::{self, Decoded};
 
@@ -94,14 +94,12 @@ impl RankServer {
         });
         let listener = bound.listener.try_clone().map_err(|e| IpcError::io("serve", &bound.path, e))?;
         let (reader, path) = (Arc::clone(&shared), bound.path.clone());
-        let thread = std::thread::Builder::new()
-            .name("kvcached-rank".to_owned())
-            .spawn(move || {
-                if let Err(error) = reader.read(&listener, &path) {
-                    tracing::error!(%error, "a rank's server has stopped: its coordinators are cut off");
-                }
-                reader.hang_up();
-            });
+        let thread = std::thread::Builder::new().name("kvcached-rank".to_owned()).spawn(move || {
+            if let Err(error) = reader.read(&listener, &path) {
+                tracing::error!(%error, "a rank's server has stopped: its coordinators are cut off");
+            }
+            reader.hang_up();
+        });
         let reader = match thread {
             Ok(reader) => Some(reader),
             Err(error) => {
@@ -152,7 +150,8 @@ impl RankServer {
         if self.shared.stopping.load(Ordering::Acquire) {
             return Err(IpcError::Stopped);
         }
-        let refused = |why: String| IpcError::Failed { detail: format!("not a frame that can be answered: {why}") };
+        let refused =
+            |why: String| IpcError::Failed { detail: format!("not a frame that can be answered: {why}") };
         let decoded = wire::decode(frame).map_err(|error| refused(error.to_string()))?;
         let ticket = self.shared.desk.expect(&decoded);
         self.shared.received(ticket.connection(), decoded);
@@ -215,15 +214,14 @@ impl Shared {
         let mut readings: Vec<Reading> = vec![];
         while !self.stopping.load(Ordering::Acquire) {
             let mut fds = vec![self.wake.poll_fd(), readable(listener.as_fd())];
-            fds.extend(readings.iter().map(|reading| reading.peer.connection.poll_fd()));
+            fds.extend(readings.iter().flat_map(|reading| reading.peer.connection.poll_fds()));
             let ready = poll(fds, readings.iter().filter_map(Reading::deadline).min())?;
             self.wake.clear();
             let now = Instant::now();
-            let mut place = 2;
+            let mut found = ready.iter().copied().skip(2);
             readings.retain_mut(|reading| {
-                let is_ready = ready[place];
-                place += 1;
-                let kept = self.serve(reading, is_ready, now);
+                let ready = Ready::take(&reading.peer.connection, &mut found);
+                let kept = self.serve(reading, ready, now);
                 if !kept {
                     self.forget(reading.id);
                 }
@@ -237,10 +235,12 @@ impl Shared {
     }
 
     /// Reads from and writes to one peer. False: it is cut off.
-    fn serve(&self, reading: &mut Reading, is_ready: bool, now: Instant) -> bool {
-        if let Err(why) = self.exchange(reading, is_ready, now) {
+    fn serve(&self, reading: &mut Reading, ready: Ready, now: Instant) -> bool {
+        if let Err(why) = self.exchange(reading, ready, now) {
             match why.kind() {
-                io::ErrorKind::UnexpectedEof => tracing::debug!(connection = reading.id, "a coordinator has left"),
+                io::ErrorKind::UnexpectedEof => {
+                    tracing::debug!(connection = reading.id, "a coordinator has left")
+                }
                 _ => tracing::warn!(connection = reading.id, error = %why, "a coordinator is cut off"),
             }
             return false;
@@ -248,16 +248,11 @@ impl Shared {
         true
     }
 
-    fn exchange(&self, reading: &mut Reading, is_ready: bool, now: Instant) -> io::Result<()> {
-        if is_ready {
-            if reading.peer.connection.stuck_since().is_some() {
-                reading.peer.connection.flush()?;
-            }
-            reading.peer.connection.receive(&mut reading.assembler)?;
-            while let Some(decoded) = reading.assembler.next().map_err(invalid)? {
-                reading.introduced = true;
-                self.received(reading.id, decoded);
-            }
+    fn exchange(&self, reading: &mut Reading, ready: Ready, now: Instant) -> io::Result<()> {
+        reading.peer.connection.exchange(ready, &mut reading.assembler)?;
+        while let Some(decoded) = reading.assembler.next()? {
+            reading.introduced = true;
+            self.received(reading.id, decoded);
         }
         match reading.deadline() {
             Some(deadline) if deadline <= now => Err(io::ErrorKind::TimedOut.into()),
@@ -291,7 +286,10 @@ impl Shared {
         };
         if readings.len() >= MAX_CONNECTIONS {
             let idle = readings.iter().position(|reading| !reading.peer.has_session.load(Ordering::Relaxed));
-            tracing::warn!(limit = MAX_CONNECTIONS, "too many connections: the oldest that coordinates nothing goes");
+            tracing::warn!(
+                limit = MAX_CONNECTIONS,
+                "too many connections: the oldest that coordinates nothing goes"
+            );
             let Some(idle) = idle else { return Ok(()) };
             self.forget(readings.remove(idle).id);
         }
@@ -308,7 +306,8 @@ impl Shared {
         if let Some(peer) = self.peers().remove(&connection) {
             peer.connection.close();
         }
-        let groups: Vec<_> = self.groups.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        let groups: Vec<_> =
+            self.groups.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         for group in groups {
             group.step(Event::Closed { connection });
         }
@@ -372,10 +371,6 @@ impl Post for Shared {
             peer.connection.close();
         }
     }
-}
-
-pub(crate) fn invalid(error: wire::WireError) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
 impl Reading {

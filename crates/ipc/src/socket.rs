@@ -14,6 +14,7 @@ use rustix::buffer::spare_capacity;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::PidfdFlags;
 
 use crate::error::IpcError;
 use crate::wire::{self, Decoded, HEADER_BYTES, MAX_FRAME_BYTES, WireError};
@@ -30,6 +31,17 @@ const CONNECT_PAUSE: Duration = Duration::from_millis(2);
 pub(crate) struct Connection {
     stream: UnixStream,
     outbox: Mutex<Outbox>,
+    /// Tells when the peer's process has ended, also where a fork of it has the connection open. None where the system cannot say.
+    process: Option<OwnedFd>,
+}
+
+/// What polling found out about a connection.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ready {
+    /// There is something to read, or room to write.
+    pub io: bool,
+    /// The peer's process has ended: what it has sent is there to be read.
+    pub ended: bool,
 }
 
 #[derive(Debug, Default)]
@@ -69,7 +81,8 @@ impl Connection {
             let (peer, uid) = (peer.uid.as_raw(), uid.as_raw());
             return Err(IpcError::PeerNotOurs { path: path.to_path_buf(), peer, uid });
         }
-        Ok(Self { stream, outbox: Mutex::default() })
+        let process = rustix::process::pidfd_open(peer.pid, PidfdFlags::empty()).ok();
+        Ok(Self { stream, outbox: Mutex::default(), process })
     }
 
     /// Connects to a listening socket. Ends by `deadline` whatever the other side does.
@@ -111,7 +124,7 @@ impl Connection {
     }
 
     /// Sends of what is kept as much as the peer takes.
-    pub fn flush(&self) -> io::Result<()> {
+    fn flush(&self) -> io::Result<()> {
         let mut outbox = self.outbox();
         let sent = self.write(&outbox.bytes[outbox.sent..])?;
         outbox.sent += sent;
@@ -133,14 +146,30 @@ impl Connection {
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 
-    /// What the polling thread is to wait for.
-    pub fn poll_fd(&self) -> PollFd<'_> {
+    /// What the polling thread is to wait for. [`Ready::take`] reads what it finds.
+    pub fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
         let writing = if self.stuck_since().is_some() { PollFlags::OUT } else { PollFlags::empty() };
-        PollFd::from_borrowed_fd(self.stream.as_fd(), PollFlags::IN | writing)
+        let io = PollFd::from_borrowed_fd(self.stream.as_fd(), PollFlags::IN | writing);
+        std::iter::once(io).chain(self.process.as_ref().map(|process| PollFd::new(process, PollFlags::IN)))
+    }
+
+    /// Does what may be done now: sends what is kept, takes what has come into `assembler`. Fails with `UnexpectedEof` where nothing will
+    /// come any more.
+    pub fn exchange(&self, ready: Ready, assembler: &mut Assembler) -> io::Result<()> {
+        if ready.io {
+            if self.stuck_since().is_some() {
+                self.flush()?;
+            }
+            return self.receive(assembler);
+        }
+        match ready.ended {
+            true => Err(io::ErrorKind::UnexpectedEof.into()),
+            false => Ok(()),
+        }
     }
 
     /// Takes what has come, one portion, into `assembler`. Fails with `UnexpectedEof` where the peer has ended the connection.
-    pub fn receive(&self, assembler: &mut Assembler) -> io::Result<()> {
+    fn receive(&self, assembler: &mut Assembler) -> io::Result<()> {
         assembler.bytes.reserve(READ_BYTES);
         match rustix::io::read(&self.stream, spare_capacity(&mut assembler.bytes)) {
             Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
@@ -174,13 +203,13 @@ impl Connection {
 
 impl Assembler {
     /// The next whole frame. Fails, as soon as that shows, where these bytes are none of ours.
-    pub fn next(&mut self) -> Result<Option<Decoded>, WireError> {
-        let Some(header) = wire::header(&self.bytes)? else { return Ok(None) };
+    pub fn next(&mut self) -> io::Result<Option<Decoded>> {
+        let Some(header) = wire::header(&self.bytes).map_err(invalid)? else { return Ok(None) };
         let length = HEADER_BYTES + header.payload_bytes;
         if self.bytes.len() < length {
             return Ok(None);
         }
-        let decoded = wire::decode(&self.bytes[..length])?;
+        let decoded = wire::decode(&self.bytes[..length]).map_err(invalid)?;
         self.bytes.drain(..length);
         self.since = (!self.bytes.is_empty()).then(Instant::now);
         Ok(Some(decoded))
@@ -190,6 +219,10 @@ impl Assembler {
     pub fn since(&self) -> Option<Instant> {
         self.since
     }
+}
+
+fn invalid(error: WireError) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
 /// Wakes a thread that polls.
@@ -228,6 +261,27 @@ pub(crate) fn poll(mut fds: Vec<PollFd<'_>>, deadline: Option<Instant>) -> io::R
         Ok(_) => Ok(fds.iter().map(|fd| !fd.revents().is_empty()).collect()),
         Err(Errno::INTR) => Ok(vec![false; fds.len()]),
         Err(errno) => Err(errno.into()),
+    }
+}
+
+impl Ready {
+    /// The next connection's, of what [`poll`] said.
+    pub fn take(connection: &Connection, found: &mut impl Iterator<Item = bool>) -> Self {
+        let io = found.next().unwrap_or(false);
+        let ended = connection.process.is_some() && found.next().unwrap_or(false);
+        Ready { io, ended }
+    }
+}
+
+/// Whether the process at the other end, which has listened, has ended: a fork of it may keep the socket open.
+pub(crate) fn has_ended(socket: &OwnedFd) -> bool {
+    let Ok(peer) = rustix::net::sockopt::socket_peercred(socket) else { return false };
+    match rustix::process::pidfd_open(peer.pid, PidfdFlags::empty()) {
+        Ok(process) => {
+            let now = Instant::now();
+            poll(vec![PollFd::new(&process, PollFlags::IN)], Some(now)).is_ok_and(|ready| ready == [true])
+        }
+        Err(errno) => errno == Errno::SRCH,
     }
 }
 
@@ -302,13 +356,13 @@ mod tests {
         let mut assembler = Assembler::default();
         raw(&a, b"GET / HTTP/1.1");
         b.receive(&mut assembler).unwrap();
-        assert!(matches!(assembler.next(), Err(WireError::Magic(_))));
+        assert!(assembler.next().unwrap_err().to_string().starts_with("this is no frame"));
         let mut endless = wire::encode(&query(1));
         endless[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
         let mut assembler = Assembler::default();
         raw(&a, &endless);
         b.receive(&mut assembler).unwrap();
-        assert!(matches!(assembler.next(), Err(WireError::TooLong { .. })));
+        assert!(assembler.next().unwrap_err().to_string().contains("longer than the greatest"));
     }
 
     #[test]
@@ -330,7 +384,8 @@ mod tests {
         let (mut assembler, mut arrived) = (Assembler::default(), 0);
         while arrived < kept {
             a.flush().unwrap();
-            arrived += frames(&b, &mut assembler).iter().filter(|got| **got == Decoded::Frame(longest(1))).count();
+            arrived +=
+                frames(&b, &mut assembler).iter().filter(|got| **got == Decoded::Frame(longest(1))).count();
         }
         assert!(a.stuck_since().is_none());
         assert_eq!(a.send(&wire::encode(&query(2))).unwrap(), Sent::Whole);

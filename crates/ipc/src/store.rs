@@ -266,7 +266,8 @@ fn failure(error: &VmmError) -> Failure {
 
 /// Where pages stand whose unmapping, or preparing, failed.
 fn unmap_failure(pages: &[u32], error: &VmmError) -> Failure {
-    let without = |gone: &[u32]| pages.iter().copied().filter(|page| !gone.contains(page)).collect::<Vec<_>>();
+    let without =
+        |gone: &[u32]| pages.iter().copied().filter(|page| !gone.contains(page)).collect::<Vec<_>>();
     let (lost, still_mapped) = match error {
         VmmError::Unmap(report) => (report.quarantined.clone(), report.still_mapped.clone()),
         // Somebody else unmapped or lost it. Nothing was changed, and that page is not trusted again.

@@ -92,7 +92,8 @@ fn rank_process() {
     let driver = Arc::new(Host::with_total(256 << 20).unwrap());
     let tensor = tensor_of(driver.clone());
     let server =
-        RankServer::bind(member(rank.parse().unwrap()), &Directory::create(Path::new(&directory)).unwrap()).unwrap();
+        RankServer::bind(member(rank.parse().unwrap()), &Directory::create(Path::new(&directory)).unwrap())
+            .unwrap();
     let store = FTensorStore::new(Arc::clone(&tensor));
     server.add_group(0, Arc::new(Mortal { store, point })).unwrap();
     say(server.address().display());
@@ -102,7 +103,8 @@ fn rank_process() {
         let pages = (memory.total - memory.free) / tensor.geometry().page_bytes();
         say(format!("{:?} {:?} {pages}", tensor.mapped_pages(), tensor.pending_transaction()));
     }
-    let last = Ranks::connect(&[(server.member(), server.address().to_path_buf())], config(u64::MAX >> 1)).unwrap();
+    let last =
+        Ranks::connect(&[(server.member(), server.address().to_path_buf())], config(u64::MAX >> 1)).unwrap();
     drop(last);
     assert!(server.stop());
     say(format!("ended, {} threads left", threads()));
@@ -123,7 +125,12 @@ struct MortalLink {
 }
 
 impl MortalLink {
-    fn start(address: &Path, inbox: Inbox, point: Arc<(String, u32)>, seen: Arc<AtomicU32>) -> io::Result<Self> {
+    fn start(
+        address: &Path,
+        inbox: Inbox,
+        point: Arc<(String, u32)>,
+        seen: Arc<AtomicU32>,
+    ) -> io::Result<Self> {
         let stream = UnixStream::connect(address)?;
         let mut reads = stream.try_clone()?;
         std::thread::spawn(move || {
@@ -372,7 +379,8 @@ fn a_rank_that_is_killed_anywhere_is_named_and_the_others_agree() {
 fn a_rank_alone_that_is_killed_is_noticed() {
     for point in ["before-map", "after-map", "before-unmap", "after-unmap"] {
         let base = tempfile::tempdir().unwrap();
-        let mut process = Process::start("rank_process", &format!("{} 0 {point}", base.path().join("d").display()));
+        let mut process =
+            Process::start("rank_process", &format!("{} 0 {point}", base.path().join("d").display()));
         let address = PathBuf::from(process.hear());
         let ranks = Ranks::connect(&[(member(0), address.clone())], config(1)).unwrap();
         let began = Instant::now();
@@ -417,7 +425,9 @@ fn a_coordinator_that_is_killed_anywhere_leaves_ranks_that_the_next_finds_equal(
         for (rank, expected) in then.iter().enumerate() {
             match expected {
                 Some(expected) => assert_eq!(found[rank], *expected, "{point} {nth}: rank {rank}"),
-                None => assert!([&[][..], &[1, 2], &[2]].contains(&&*found[rank]), "{point} {nth}: rank {rank}"),
+                None => {
+                    assert!([&[][..], &[1, 2], &[2]].contains(&&*found[rank]), "{point} {nth}: rank {rank}")
+                }
             }
         }
         if point.ends_with("commit") {

@@ -246,7 +246,8 @@ impl Client {
         let header = wire::header(&bytes).unwrap().unwrap();
         bytes.resize(wire::HEADER_BYTES + header.payload_bytes, 0);
         self.0.read_exact(&mut bytes[wire::HEADER_BYTES..]).unwrap();
-        let Decoded::Frame(Frame { message: Message::Answer(Answer { body, .. }), .. }) = wire::decode(&bytes).unwrap()
+        let Decoded::Frame(Frame { message: Message::Answer(Answer { body, .. }), .. }) =
+            wire::decode(&bytes).unwrap()
         else {
             panic!("no answer")
         };

@@ -45,8 +45,7 @@ impl Engine {
             addresses.push((member, server.address().to_path_buf()));
             servers.push(server);
         }
-        let config =
-            RanksConfig { group: 3, epoch: 1, keep: vec![], timeout: Duration::from_secs(10) };
+        let config = RanksConfig { group: 3, epoch: 1, keep: vec![], timeout: Duration::from_secs(10) };
         let ranks = Arc::new(Ranks::connect(&addresses, config).unwrap());
         Engine { tensors, servers, ranks, _base: base }
     }
@@ -70,7 +69,12 @@ impl Engine {
 
 fn config() -> PoolConfig {
     PoolConfig {
-        layout: Layout { num_blocks: PAGES * M, blocks_per_page: M, ids_per_page: M, order: PageOrder::LowestFirst },
+        layout: Layout {
+            num_blocks: PAGES * M,
+            blocks_per_page: M,
+            ids_per_page: M,
+            order: PageOrder::LowestFirst,
+        },
         null_block: false,
         async_sched: false,
         min_reserved_bytes: 0,
@@ -114,7 +118,8 @@ fn memory_comes_and_goes_on_all_ranks() {
 fn the_null_block_and_the_reserve_are_backed_on_all_ranks() {
     let engine = Engine::on_host(2);
     let reserve = 2 * engine.ranks.page_bytes();
-    let config = PoolConfig { null_block: true, min_reserved_bytes: reserve, max_reserved_bytes: reserve, ..config() };
+    let config =
+        PoolConfig { null_block: true, min_reserved_bytes: reserve, max_reserved_bytes: reserve, ..config() };
     let pool = engine.pool(config).unwrap();
     assert_eq!(engine.mapped(), [0, 1, 2]);
     assert_eq!(pool.trim().unwrap(), reserve);
@@ -202,7 +207,11 @@ fn a_rank_whose_driver_fails_any_call_stays_equal_to_the_others() {
         assert_eq!(engine.ranks.broken(), None, "call {k}");
         work(&pool);
         for tensor in &engine.tensors {
-            assert_eq!(tensor.pending_transaction(), None, "call {k}: what a commit left is finished by the next");
+            assert_eq!(
+                tensor.pending_transaction(),
+                None,
+                "call {k}: what a commit left is finished by the next"
+            );
             assert_eq!(tensor.leaked_bytes(), 0, "call {k}");
         }
         let available = pool.available().unwrap();

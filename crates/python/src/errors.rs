@@ -158,7 +158,9 @@ impl Raise for IpcError {
             | IpcError::Members { .. } => CONFIG,
             IpcError::NoSuchPage { .. } => return PyValueError::new_err(self.to_string()),
             IpcError::OutOfMemory { .. } => EXHAUSTED,
-            IpcError::MapFailed { lost, .. } | IpcError::UnmapFailed { lost, .. } if !lost.is_empty() => QUARANTINED,
+            IpcError::MapFailed { lost, .. } | IpcError::UnmapFailed { lost, .. } if !lost.is_empty() => {
+                QUARANTINED
+            }
             IpcError::MapFailed { .. }
             | IpcError::UnmapFailed { .. }
             | IpcError::Failed { .. }

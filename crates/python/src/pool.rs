@@ -169,7 +169,9 @@ impl Pool {
             over_ranks(py, ranks.get(), geometry, num_blocks)?
         } else {
             let given = memory.get_type().name()?;
-            return Err(PyTypeError::new_err(format!("a pool is made over an FTensor or Ranks, not {given}")));
+            return Err(PyTypeError::new_err(format!(
+                "a pool is made over an FTensor or Ranks, not {given}"
+            )));
         };
         geometry.id_space(num_blocks).map_err(|e| e.raise(py))?;
         let num_blocks = u32::try_from(num_blocks)?;
@@ -210,7 +212,8 @@ impl Pool {
     #[getter]
     fn ftensor(&self, py: Python<'_>) -> PyResult<Py<FTensor>> {
         let ftensor = self.memory.bind(py).cast::<FTensor>();
-        let ftensor = ftensor.map_err(|_| PyAttributeError::new_err("this pool's tensors are those of its ranks"))?;
+        let ftensor =
+            ftensor.map_err(|_| PyAttributeError::new_err("this pool's tensors are those of its ranks"))?;
         Ok(ftensor.clone().unbind())
     }
 

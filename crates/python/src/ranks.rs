@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcached_ipc::message::Member;
-use kvcached_ipc::{Call, Directory, FTensorStore, IpcError, RankServer as Server, Ranks as Inner, RanksConfig};
+use kvcached_ipc::{
+    Call, Directory, FTensorStore, IpcError, RankServer as Server, Ranks as Inner, RanksConfig,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -109,7 +111,12 @@ fn timeout(py: Python<'_>, timeout_s: Option<f64>) -> PyResult<Duration> {
     }
 }
 
-fn config(py: Python<'_>, group: u32, keep: Option<&Bound<'_, PyAny>>, timeout_s: Option<f64>) -> PyResult<RanksConfig> {
+fn config(
+    py: Python<'_>,
+    group: u32,
+    keep: Option<&Bound<'_, PyAny>>,
+    timeout_s: Option<f64>,
+) -> PyResult<RanksConfig> {
     let mut keep = match keep {
         Some(keep) => ids::pages(keep, || "every group".to_owned())?,
         None => vec![0],
@@ -132,7 +139,11 @@ fn ask(call: &Py<PyAny>, member: Member, frame: &[u8]) -> Result<Vec<u8>, String
 }
 
 impl Ranks {
-    fn run<T: Send>(&self, py: Python<'_>, call: impl FnOnce(&Inner) -> Result<T, IpcError> + Send) -> PyResult<T> {
+    fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&Inner) -> Result<T, IpcError> + Send,
+    ) -> PyResult<T> {
         py.detach(|| call(&self.inner)).map_err(|e| e.raise(py))
     }
 

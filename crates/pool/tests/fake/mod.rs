@@ -196,7 +196,12 @@ impl Mapper for Fake {
             }
             Some(_) => {
                 let still_mapped = pages.to_vec();
-                Err(UnmapFailure { quarantined: vec![], still_mapped, broken: false, source: "refused".into() })
+                Err(UnmapFailure {
+                    quarantined: vec![],
+                    still_mapped,
+                    broken: false,
+                    source: "refused".into(),
+                })
             }
         }
     }
