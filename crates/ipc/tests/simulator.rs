@@ -2,7 +2,7 @@
 //! arrive late, twice or never, and the checks of `kvcached_ipc::sim`. A schedule ends when nothing can happen any more;
 //! that it ends within bounds, with every operation finished, is what liveness means here.
 //!
-//! `SCHEDULES=1000000 cargo test --release -p kvcached-ipc --test simulator` runs so many (2,000 where it is not set).
+//! `SCHEDULES=1000000 cargo test --release -p kvcached-ipc --test simulator` runs so many (10,000 where it is not set).
 //! `SEED=n` runs only schedule n, and tells each step.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
@@ -88,7 +88,7 @@ impl Schedule {
         let ranks = [1, 2, 3, 3, 4][chance.below(5) as usize];
         let members = (0..ranks).map(|rank| Member { stage: rank / 2, rank: rank % 2 }).collect();
         let world = World::new(members, 8, vec![0, 1], mutant).unwrap();
-        let (ops, terms) = (1 + chance.below(6), chance.below(3));
+        let (ops, terms) = (1 + chance.below(12), chance.below(3));
         let done = vec![0; ranks as usize];
         Schedule {
             chance,
@@ -286,7 +286,7 @@ fn no_schedule_breaks_the_protocol() {
         }
         return;
     }
-    let (begin, schedules) = (Instant::now(), setting("SCHEDULES").unwrap_or(2_000));
+    let (begin, schedules) = (Instant::now(), setting("SCHEDULES").unwrap_or(10_000));
     let (violation, met, steps) = run_all(0..schedules, Mutant::None);
     if let Some((seed, violation)) = violation {
         panic!(
@@ -299,7 +299,7 @@ fn no_schedule_breaks_the_protocol() {
         "{schedules} schedules of {each:.0} steps in {seconds:.1} s: {:.0}/s",
         schedules as f64 / seconds
     );
-    if schedules >= 2_000 {
+    if schedules >= 10_000 {
         for (fact, words) in Facts::ALL {
             assert!(met.has(fact), "no schedule met: {words}");
         }
