@@ -132,9 +132,7 @@ class Call(NamedTuple):
 
 def own_work(figure: str, of_ranks: list[list[tuple[str, float]]]) -> list[float]:
     """Microseconds of the slowest rank, call by call: in each step of a call that of the rank that was slowest in it."""
-    steps = next(
-        steps for steps in WORK[figure] if any(word in steps for word, _ in of_ranks[0])
-    )
+    steps = next(steps for steps in WORK[figure] if any(word in steps for word, _ in of_ranks[0]))
     found: list[list[float]] = []
     for step in steps:
         each = [[seconds * 1e6 for word, seconds in times if word == step] for times in of_ranks]
@@ -195,7 +193,9 @@ def table(data: dict[str, Any]) -> str:
     for row in data["rows"]:
         cells = [row["ranks"], row["pages"], row["figure"]]
         figures = ("took_us", "took_p99_us", "own_us", "over_us", "over_p99_us")
-        lines.append("| " + " | ".join(map(str, [*cells, *(number(row[figure]) for figure in figures)])) + " |")
+        lines.append(
+            "| " + " | ".join(map(str, [*cells, *(number(row[figure]) for figure in figures)])) + " |"
+        )
     where = data["machine"] or f"{data['device']}, {data['cores']} cores"
     lines.append(f"\n{where}; {data['calls']} calls of each.")
     return "\n".join(lines)

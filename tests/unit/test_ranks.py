@@ -33,14 +33,6 @@ BLOCKS = 64
 PAGE = 64 * KIB
 
 
-@pytest.fixture
-def own_sockets(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A directory of sockets for the test alone, empty at its end."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    yield
-    assert [str(path) for path in tmp_path.glob("kvcached/*")] == []
-
-
 def serve(pipe: Any, stage: int, rank: int) -> None:
     """A worker: its memory, and what it is asked through the pipe."""
     server = RankServer(stage=stage, rank=rank)
@@ -199,7 +191,10 @@ def test_a_worker_that_is_killed_is_noticed_although_a_fork_of_it_lives() -> Non
             begin = time.monotonic()
             started[1].process.kill()
             while ranks.broken is None or os.path.exists(started[1].address):
-                assert time.monotonic() - begin < 1, (ranks.broken, "the fork has its connection and its socket open")
+                assert time.monotonic() - begin < 1, (
+                    ranks.broken,
+                    "the fork has its connection and its socket open",
+                )
                 time.sleep(0.001)
             os.kill(child, 0)
         finally:
@@ -316,10 +311,14 @@ def test_arguments_that_cannot_be_are_refused() -> None:
     server.stop()
 
 
-def test_a_directory_that_others_may_enter_is_refused(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "kvcached").mkdir()
-    (tmp_path / "kvcached").chmod(0o755)
-    with pytest.raises(KVCachedConfigError, match=r"has mode 0755 and is open to other users; run: chmod 700"):
+def test_a_directory_that_others_may_enter_is_refused(own_sockets: pathlib.Path) -> None:
+    server = RankServer()
+    assert pathlib.Path(server.address).parent == own_sockets
+    server.stop()
+    own_sockets.chmod(0o755)
+    with pytest.raises(
+        KVCachedConfigError, match=r"has mode 0755 and is open to other users; run: chmod 700"
+    ):
         RankServer()
 
 
