@@ -274,7 +274,11 @@ impl Ranks {
             let _ =
                 self.shared.call(Event::Start { op: Op::Bye }, Some(BYE_PATIENCE.min(self.shared.timeout)));
         }
-        self.shared.links().iter().for_each(|link| link.close());
+        for (member, link) in self.shared.links().iter().enumerate() {
+            link.close();
+            // Whoever still waits for an answer is told now; after an orderly end nobody does.
+            self.shared.step(Event::Lost { member, why: "the coordinator closed the connection".to_owned() });
+        }
         let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(reader) = reader {
             reader.stop();

@@ -54,6 +54,10 @@ impl World {
         Ranks::connect(&self.addresses(), config(1)).unwrap()
     }
 
+    fn ranks_again(&self) -> Ranks {
+        Ranks::connect(&self.addresses(), config(2)).unwrap()
+    }
+
     #[track_caller]
     fn assert_mapped(&self, pages: &[u32]) {
         for (rank, tensor) in self.tensors.iter().enumerate() {
@@ -221,6 +225,31 @@ fn ends_say_nothing_to_a_rank_that_is_busy_for_longer_than_they_wait() {
     soon("the fast rank has it", || world.tensors[0].mapped_pages() == [1]);
     drop(world.servers);
     assert!(matches!(asking.join().unwrap(), Err(IpcError::Broken { .. })));
+}
+
+#[test]
+fn who_waits_for_ranks_that_are_closed_is_told() {
+    let world = World::with(2, slow(Duration::from_secs(3)));
+    let ranks = Arc::new(world.ranks());
+    let asks = Arc::clone(&ranks);
+    let asking = std::thread::spawn(move || asks.map(&[1]));
+    soon("the fast rank has it", || world.tensors[0].mapped_pages() == [1]);
+    let began = Instant::now();
+    ranks.close();
+    assert!(matches!(asking.join().unwrap(), Err(IpcError::Broken { .. })));
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert!(matches!(ranks.map(&[1]), Err(IpcError::Closed)));
+    assert_eq!(world.ranks_again().map(&[2]).unwrap(), [2]);
+    world.assert_mapped(&[2]);
+}
+
+#[test]
+fn ranks_that_are_closed_in_order_are_not_broken() {
+    let world = World::new(2);
+    let ranks = world.ranks();
+    ranks.map(&[1]).unwrap();
+    ranks.close();
+    assert_eq!(ranks.broken(), None);
 }
 
 // ------------------------------------------------------------------ peers that do not behave
