@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import gc
+import pathlib
+import tempfile
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvcached import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture
@@ -15,3 +21,13 @@ def nothing_stays():
     yield
     gc.collect()
     assert _core.live_ranges() == before
+
+
+@pytest.fixture
+def own_sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """The directory of sockets of this test alone, in which none is left at its end. Its path is short: a socket's must be."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        sockets = pathlib.Path(folder) / "kvcached"
+        yield sockets
+        assert list(sockets.glob("*")) == []

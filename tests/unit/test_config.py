@@ -42,6 +42,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         "layout": "auto",
         "unbacked": "auto",
         "page_order": "lowest",
+        "ipc_timeout_s": 10.0,
         "log_level": "info",
     }
     assert settings.page_bytes is None
@@ -100,6 +101,13 @@ def test_a_malformed_value_is_explained() -> None:
         "or unset it for the default (info)"
     )
     assert "KVCACHED_PAGE_MB='0' " in refusal({"KVCACHED_PAGE_MB": "0"})
+    assert refusal({"KVCACHED_IPC_TIMEOUT": "soon"}) == (
+        "KVCACHED_IPC_TIMEOUT='soon' is not accepted: give seconds from 0.1 to 3600 (unit: s), "
+        "or unset it for the default (10)"
+    )
+    for text in ("0", "0.05", "3601", "-1", "nan", "inf", "1e1", " 1", "1_0", "1."):
+        assert f"KVCACHED_IPC_TIMEOUT={text!r} " in refusal({"KVCACHED_IPC_TIMEOUT": text})
+    assert Settings.from_env({"KVCACHED_IPC_TIMEOUT": "0.25"}).ipc_timeout_s == 0.25
     assert "KVCACHED_PAGE_ORDER='random' " in refusal({"KVCACHED_PAGE_ORDER": "random"})
 
 

@@ -49,7 +49,7 @@ FTENSOR_CALLS: dict[str, tuple] = {
     "trim": (),
     "synchronise": (),
 }
-POOL_FIXED = {"ftensor", "geometry", "num_blocks", "id_space", "null_block"}
+POOL_FIXED = {"ftensor", "memory", "geometry", "num_blocks", "id_space", "null_block"}
 POOL_CALLS: dict[str, tuple] = {
     "alloc": (1,),
     "alloc_array": (1,),
