@@ -32,9 +32,11 @@ demo: ## an engine natively and on kvcached, side by side (ENGINE=vllm|sglang DE
 
 test: wheel test-rust test-unit test-engine test-engine-0.26 test-sglang ## all tests
 
-# The second: the pager's hand-offs in many orders. STRESS_S: seconds of eight threads over one pool.
+# The second shows how many states the model check of the protocol found, the third has the pager's hand-offs in many orders.
+# STRESS_S: seconds of eight threads over one pool. SCHEDULES: of the protocol's simulator.
 test-rust: ## the crates
-	cargo test --workspace --locked
+	cargo test --workspace --exclude kvcached-ipc --locked
+	cargo test --package kvcached-ipc --locked -- --show-output
 	cargo test --package kvcached-pool --features shuttle --test handoffs --locked
 
 # Two processes: an engine's process has one instance record, which the unit tests would have made before it.

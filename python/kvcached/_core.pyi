@@ -258,8 +258,8 @@ class Ranks:
     """The coordinator's end of one group: the `RankServer`s of all its workers, as one. Thread-safe.
 
     `addresses`: (stage, rank, path of its socket) of each. `keep`: pages that stay mapped where all ranks have them; all others are
-    unmapped when it begins. `timeout_s`: how long a rank may be silent before it is asked again, and again before it counts as
-    lost; None: `KVCACHED_IPC_TIMEOUT`. A rank that is lost breaks the group for good: `StateConsistencyError` names it.
+    unmapped when it begins. `timeout_s`: a rank that is silent for so long is lost, and asked again after half of it; None:
+    `KVCACHED_IPC_TIMEOUT`. A rank that is lost breaks the group for good: `StateConsistencyError` names it.
     In a fork of the process calls raise `DriverError`.
     """
 

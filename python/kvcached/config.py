@@ -202,8 +202,8 @@ class Settings:
         default=10.0,
         default_shown="10",
         unit="s",
-        meaning="How long a rank of an engine of several may be silent before it is asked again, and as long again before it counts as "
-        "lost, which ends the engine. One whose process ends is noticed at once.",
+        meaning="A rank of an engine of several that is silent for so long counts as lost, which ends the engine; after half of it, "
+        "it is asked again. One whose process ends is noticed at once.",
     )
     log_level: str = _declare(
         "KVCACHED_LOG_LEVEL", LOG_LEVEL, default="info", meaning="Least severity of kvcached's own log lines."

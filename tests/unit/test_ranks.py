@@ -201,9 +201,9 @@ def test_a_worker_that_is_killed_is_noticed_although_a_fork_of_it_lives() -> Non
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_worker_that_hangs_is_lost_after_two_deadlines() -> None:
+def test_a_worker_that_hangs_is_lost_at_the_deadline() -> None:
     with workers(2) as started:
-        ranks = over(started, timeout_s=0.3)
+        ranks = over(started, timeout_s=0.6)
         os.kill(started[0].process.pid or 0, signal.SIGSTOP)
         try:
             begin = time.monotonic()

@@ -30,7 +30,7 @@ pub struct RanksConfig {
     pub epoch: Epoch,
     /// Pages that stay mapped where all ranks have them; all others are unmapped when the term begins.
     pub keep: Vec<u32>,
-    /// How long a rank may be silent before it is asked again, and again before it counts as lost.
+    /// A rank that is silent for so long is lost. After half of it, it is asked again.
     pub timeout: Duration,
 }
 
@@ -123,7 +123,8 @@ impl Ranks {
     }
 
     /// Asks the ranks through a callable, from a thread for each of them, and begins a term over them. A call that fails is the loss
-    /// of its rank. A question about work that is under way waits for it there, so that `timeout` must be longer than any map takes.
+    /// of its rank. A question about work that is under way waits for it there, so that half of `timeout` must be longer than any
+    /// map takes.
     pub fn over_callable(
         members: Vec<Member>,
         config: RanksConfig,
@@ -425,7 +426,7 @@ impl Shared {
             }
             Effect::Arm { transaction } => {
                 if let Some(waiting) = state.calls.get_mut(&transaction) {
-                    waiting.deadline = Some(Instant::now() + self.timeout);
+                    waiting.deadline = Some(Instant::now() + self.timeout / 2);
                     // It may wait for something later.
                     waiting.ready.notify_all();
                 }
