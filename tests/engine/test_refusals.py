@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import vllm.version
@@ -139,17 +140,23 @@ def test_name_that_is_taken(model_folder, kvcached_log):
 def test_all_seams_of_the_installed_version(device_type):
     """Also those of the GPU worker: the CPU build carries its modules."""
     version = vllm.version.__version__
-    in_place = plugin.engine_patches(version, "cpu")
-    was_applied = in_place.applied
-    in_place.restore()
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+    in_place = [
+        each for each in plugin.patch_sets(version, config, scheduler=True, worker=True) if each.applied
+    ]
+    for each in in_place:
+        each.restore()
     try:
-        seams.patch_set(version, device_type).verify(version)
+        seams.scheduler_set(version).verify(version)
+        seams.worker_set(version, device_type).verify(version)
     finally:
-        if was_applied:
-            in_place.apply()
+        for each in in_place:
+            each.apply()
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.27.1", "0.28.0", "0.30.0", "1.0", "dev"])
 def test_versions_that_are_not_carried(version):
     with pytest.raises(SeamError, match="is not supported: use"):
-        seams.patch_set(version, "cuda")
+        seams.scheduler_set(version)
+    with pytest.raises(SeamError, match="is not supported: use"):
+        seams.worker_set(version, "cuda")
