@@ -143,6 +143,11 @@ class RankMemory(Attached):
         self._server.add_group(self.ftensor)
         return self._server.address
 
+    @property
+    def address(self) -> str | None:
+        """Where it is reached by a scheduler in another process; None where there is none."""
+        return None if self._server is None else self._server.address
+
     def stop_serving(self) -> None:
         """This worker ends: nobody reaches it any more, and its socket is gone. Its memory goes with the process. Idempotent."""
         server, self._server = self._server, None

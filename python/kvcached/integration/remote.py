@@ -48,7 +48,7 @@ class RemoteRanks:
             KVCachedError: a rank does not answer, or they do not have the same geometry.
         """
         members = [(0, rank, address) for rank, address in enumerate(self._addresses)]
-        self._ranks = _core.Ranks(members, keep=(0,), timeout_s=self._launch.settings.ipc_timeout)
+        self._ranks = _core.Ranks(members, keep=(0,), timeout_s=self._launch.settings.ipc_timeout_s)
         return self._ranks
 
     def synchronise(self) -> None:
