@@ -1,6 +1,6 @@
 """The compiled core. Private: use `kvcached`, `kvcached.vmm_ops` and `kvcached.errors`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias, final
 
 import numpy as np
@@ -225,10 +225,109 @@ class FTensor:
     def synchronise(self) -> None:
         """Wait for all work on the device."""
 
-class Pool:
-    """A ledger over an `FTensor`: hands out block ids of backed pages. Thread-safe.
+@final
+class RankServer:
+    """Serves the memory of one worker process to its engine's coordinator, over a socket in the user's own directory
+    (`$XDG_RUNTIME_DIR/kvcached`, else `/tmp/kvcached-<uid>`). One a process, for all its groups; threads of its own.
 
-    `geometry`, `num_blocks`: where the pool's blocks differ from those the `FTensor` was made for (see `Geometry.with_block`).
+    Pages of an `FTensor` that was added are mapped and unmapped by the coordinator alone. Raises `KVCachedConfigError` where the
+    directory is not the user's own or is open to others. In a fork of the process calls raise `DriverError`.
+    """
+
+    def __init__(self, *, stage: int = 0, rank: int = 0) -> None: ...
+    def add_group(self, ftensor: FTensor, group: int = 0) -> None:
+        """Serve this group from now on. Raises `KVCachedConfigError` where it is served already."""
+    @property
+    def address(self) -> str:
+        """Path of the socket."""
+    @property
+    def stage(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    def answer(self, frame: bytes) -> bytes:
+        """The answer to a frame of `Ranks.over_callable`, after the work that it asks for. Raises `DriverError` for what is no
+        frame, `StateConsistencyError` where another coordinator took over meanwhile.
+        """
+    def take_times(self, group: int = 0) -> list[tuple[str, float]]:
+        """What was done to the group's memory since the last call, and how long each took: ("map", seconds). At most the latest 4096."""
+    def stop(self) -> None:
+        """End in order: the socket, the threads and an undecided transaction. Waits for work that is under way. Idempotent."""
+
+@final
+class Ranks:
+    """The coordinator's end of one group: the `RankServer`s of all its workers, as one. Thread-safe.
+
+    `addresses`: (stage, rank, path of its socket) of each. `keep`: pages that stay mapped where all ranks have them; all others are
+    unmapped when it begins. `timeout_s`: how long a rank may be silent before it is asked again, and again before it counts as
+    lost; None: `KVCACHED_IPC_TIMEOUT`. A rank that is lost breaks the group for good: `StateConsistencyError` names it.
+    In a fork of the process calls raise `DriverError`.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[int, int, str]],
+        *,
+        group: int = 0,
+        keep: _Ids | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`keep` None: page 0. Raises `KVCachedError` where a rank cannot be reached, `StateConsistencyError` where it does not
+        answer or is made of something else than the others.
+        """
+    @staticmethod
+    def over_callable(
+        call: Callable[[int, int, bytes], bytes],
+        members: Sequence[tuple[int, int]],
+        *,
+        group: int = 0,
+        keep: _Ids | None = None,
+        timeout_s: float | None = None,
+    ) -> Ranks:
+        """The same through an engine's own RPC: `call(stage, rank, frame)` has that worker do `RankServer.answer(frame)` and returns
+        what it returned. Called from one thread for each member. An exception is the loss of that rank.
+        """
+    @property
+    def num_members(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def blocks_per_page(self) -> int: ...
+    @property
+    def ids_per_page(self) -> int: ...
+    @property
+    def page_bytes(self) -> int:
+        """Of the rank whose pages are the largest."""
+    @property
+    def virtual_bytes(self) -> int:
+        """Of the rank that has the most."""
+    @property
+    def beside_bytes(self) -> int:
+        """Memory beside the pages, of the rank that has the most."""
+    @property
+    def broken(self) -> str | None:
+        """Why the group is broken, if it is: known as soon as a rank's process ends, also while nothing is asked."""
+    def map(self, pages: _Ids) -> list[int]:
+        """Back these pages on all ranks, or on none; returns those that were not backed before.
+
+        Raises `KVCachePoolExhausted` when a rank is out of memory, `MapQuarantinedError` when an undo failed, `DriverError` when a
+        driver refused, `StateConsistencyError` where the group is broken, `ValueError` for a page outside it.
+        """
+    def unmap(self, pages: _Ids) -> None:
+        """Give these pages back on all ranks, or on none; each waits for its device first. Raises as `map` does."""
+    def synchronise(self) -> None:
+        """Wait for all work on every rank's device."""
+    def room(self) -> int:
+        """Bytes that every rank's device could give now."""
+    def trim(self) -> int:
+        """Have every rank release the memory kept for later pages; returns bytes."""
+    def close(self) -> None:
+        """End in order; what is mapped stays mapped. Idempotent; calls raise `KVCachedError` afterwards."""
+
+class Pool:
+    """A ledger over an `FTensor`, or over `Ranks` that have one each: hands out block ids of backed pages. Thread-safe.
+
+    `geometry`, `num_blocks`: where the pool's blocks differ from those the `FTensor` was made for (see `Geometry.with_block`); needed
+    over `Ranks`.
     `reserve_null_block`: id 0 is taken and backed for good. `async_sched`: emptied pages stay mapped until `release_through`.
     A thread of the pool's own backs pages ahead of allocations and gives memory back behind whoever freed it: see `quiesce`.
     Dropping the last reference shuts it down.
@@ -237,7 +336,7 @@ class Pool:
 
     def __new__(
         cls,
-        ftensor: FTensor,
+        memory: FTensor | Ranks,
         *,
         geometry: Geometry | None = None,
         num_blocks: int | None = None,
@@ -250,7 +349,10 @@ class Pool:
         pool_name: str | None = None,
     ) -> Self: ...
     @property
-    def ftensor(self) -> FTensor: ...
+    def memory(self) -> FTensor | Ranks: ...
+    @property
+    def ftensor(self) -> FTensor:
+        """Raises `AttributeError` where the pool is over `Ranks`."""
     @property
     def geometry(self) -> Geometry: ...
     @property

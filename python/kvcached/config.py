@@ -26,6 +26,8 @@ MIB = 1 << 20
 #: 1 PiB: more than any machine has, and in bytes still far from the end of 64 bits.
 MAX_MB = 1 << 30
 SHOWN_CHARS = 60
+#: Less than this a loaded machine needs to answer at all; more than an hour nobody waits.
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 3600
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,17 @@ def _count_from(least: int) -> Kind[int]:
         return number if least <= number <= MAX_MB else None
 
     return Kind(f"a whole number from {least} to {MAX_MB}", parse)
+
+
+def _seconds() -> Kind[float]:
+    def parse(text: str) -> float | None:
+        # float() takes more than people mean ("1_0", "nan", "1e3").
+        if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,6})?", text):
+            return None
+        seconds = float(text)
+        return seconds if MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S else None
+
+    return Kind(f"seconds from {MIN_TIMEOUT_S} to {MAX_TIMEOUT_S}", parse)
 
 
 def _matching(pattern: str, accepts: str) -> Kind[str]:
@@ -182,6 +195,15 @@ class Settings:
         default="lowest",
         meaning="Which free pages are handed out first. `highest` is a test switch: it proves that kernels "
         "can address the end of the cache.",
+    )
+    ipc_timeout_s: float = _declare(
+        "KVCACHED_IPC_TIMEOUT",
+        _seconds(),
+        default=10.0,
+        default_shown="10",
+        unit="s",
+        meaning="How long a rank of an engine of several may be silent before it is asked again, and as long again before it counts as "
+        "lost, which ends the engine. One whose process ends is noticed at once.",
     )
     log_level: str = _declare(
         "KVCACHED_LOG_LEVEL", LOG_LEVEL, default="info", meaning="Least severity of kvcached's own log lines."

@@ -1,7 +1,36 @@
-//! Ranks that agree: how a coordinator process maps and unmaps pages on the worker ranks that own
-//! the GPU mappings (tensor and pipeline parallel engines).
+//! Ranks that agree: how a coordinator process maps and unmaps pages on the worker ranks that own the GPU mappings (tensor
+//! and pipeline parallel engines).
 //!
-//! This room is empty on purpose. It will hold a sans-I/O protocol core
-//! (`step(state, event) -> (state, effects)`), its wire format and its transports. Until then an
-//! engine runs with its scheduler and its one worker in one process, where the pool calls the
-//! mapper directly, and engines of several ranks are refused by name.
+//! The protocol is two cores without a clock, a thread or a socket: [`coordinator::Coordinator`] and [`rank::Rank`] take an
+//! event and return effects. Production, the model checker, the simulator and the fuzzer run these same functions. [`message`]
+//! is what the two say to each other, [`wire`] its bytes, [`runs`] how sets of pages travel.
+//!
+//! [`Ranks`] carries out the effects of the one core, [`RankServer`] those of the other, over Unix sockets or an engine's own
+//! RPC. What a rank does to memory it does to a [`Store`].
+
+#![forbid(unsafe_code)]
+
+pub mod coordinator;
+pub mod message;
+pub mod rank;
+pub mod runs;
+pub mod wire;
+
+mod answer;
+mod directory;
+mod error;
+mod fork;
+mod group;
+mod link;
+mod ranks;
+mod reader;
+mod server;
+mod socket;
+mod store;
+
+pub use directory::Directory;
+pub use error::IpcError;
+pub use link::{Call, Link};
+pub use ranks::{Inbox, Ranks, RanksConfig, Watcher};
+pub use server::RankServer;
+pub use store::{FTensorStore, Store};

@@ -22,8 +22,11 @@ impl Shared {
         }
         let mut state = self.settle(|ledger| match &outcome {
             Ok(()) => ledger.backed(pages),
-            Err(failure) => ledger.backing_failed(pages, failure.quarantined()),
+            Err(failure) => ledger.backing_failed(pages, failure.lost_of(pages)),
         })?;
+        if let Err(MapFailure::Broken { source }) = &outcome {
+            state.broken.get_or_insert_with(|| source.to_string());
+        }
         state.credit = match outcome {
             Ok(()) => state.credit.saturating_sub(pages.len() as u32),
             // There is not room for that many, but perhaps for fewer.
@@ -44,7 +47,7 @@ impl Shared {
         let failure = self.mapper.unmap(pages).err();
         flight.landed();
         let mut gone = pages.len();
-        if let Some(UnmapFailure { quarantined, still_mapped, source }) = &failure {
+        if let Some(UnmapFailure { quarantined, still_mapped, source, .. }) = &failure {
             gone = gone.saturating_sub(quarantined.len() + still_mapped.len());
             tracing::warn!(?quarantined, ?still_mapped, error = %source, "pages could not be unmapped");
         }
@@ -52,6 +55,9 @@ impl Shared {
             None => ledger.unbacked(pages),
             Some(failure) => ledger.unbacking_failed(pages, &failure.quarantined, &failure.still_mapped),
         })?;
+        if let Some(UnmapFailure { broken: true, source, .. }) = &failure {
+            state.broken.get_or_insert_with(|| source.to_string());
+        }
         if gone > 0 {
             state.pager.mapping_refused = false;
         }

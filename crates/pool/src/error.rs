@@ -74,6 +74,7 @@ impl PoolError {
         match failure {
             MapFailure::OutOfMemory { source } => PoolError::Exhausted { pages, source },
             MapFailure::Quarantined { pages, source } => PoolError::Quarantined { pages, source },
+            MapFailure::Broken { source } => PoolError::StateConsistency { detail: source.to_string() },
             MapFailure::Driver { source } => PoolError::Driver { source },
         }
     }

@@ -30,7 +30,7 @@ impl Mapper for FTensor {
                 }
                 _ => (vec![], pages.to_vec()),
             };
-            UnmapFailure { quarantined, still_mapped, source: error.into() }
+            UnmapFailure { quarantined, still_mapped, broken: false, source: error.into() }
         })
     }
 

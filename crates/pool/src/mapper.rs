@@ -36,7 +36,16 @@ pub trait Mapper: Send + Sync {
 
     /// Reserved addresses, bytes.
     fn virtual_bytes(&self) -> u64;
+
+    /// Has `watcher` told, once and at once, when nobody knows any longer what is mapped: also while nothing is asked. By any
+    /// thread. A mapper that has no such moment never tells.
+    fn watch(&self, watcher: Watcher) {
+        let _ = watcher;
+    }
 }
+
+/// Told why a mapper has broken down.
+pub type Watcher = Box<dyn Fn(&str) + Send + Sync>;
 
 /// Why pages were not backed. Everything was undone, but for pages named as quarantined.
 #[derive(Debug, thiserror::Error)]
@@ -55,6 +64,12 @@ pub enum MapFailure {
         /// What the driver said.
         source: Cause,
     },
+    /// Nobody knows any longer what is mapped, of any page: the mapper has broken down for good.
+    #[error("it is not known any longer what is mapped")]
+    Broken {
+        /// What happened.
+        source: Cause,
+    },
     /// Anything else.
     #[error("the driver refused to back pages")]
     Driver {
@@ -64,9 +79,11 @@ pub enum MapFailure {
 }
 
 impl MapFailure {
-    pub(crate) fn quarantined(&self) -> &[u32] {
+    /// Of the pages of the call, those that are lost.
+    pub(crate) fn lost_of<'a>(&'a self, called: &'a [u32]) -> &'a [u32] {
         match self {
             MapFailure::Quarantined { pages, .. } => pages,
+            MapFailure::Broken { .. } => called,
             MapFailure::OutOfMemory { .. } | MapFailure::Driver { .. } => &[],
         }
     }
@@ -82,6 +99,8 @@ pub struct UnmapFailure {
     pub quarantined: Vec<u32>,
     /// These are mapped as before.
     pub still_mapped: Vec<u32>,
+    /// Nobody knows any longer what is mapped, of any page: the mapper has broken down for good.
+    pub broken: bool,
     /// What the driver said.
     pub source: Cause,
 }

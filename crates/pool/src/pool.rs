@@ -67,6 +67,12 @@ impl Pool {
             changed: Condvar::new(),
             mapper,
         });
+        let watched = Arc::downgrade(&shared);
+        shared.mapper.watch(Box::new(move |why| {
+            if let Some(shared) = watched.upgrade() {
+                shared.break_down(why);
+            }
+        }));
         let work = {
             let shared = Arc::clone(&shared);
             move || pager::run(&shared)
@@ -334,6 +340,7 @@ impl Pool {
                 }
             }
             if let Some(failure) = state.pager.end_failure.take() {
+                state.intact()?;
                 return Err(match failure.quarantined.is_empty() {
                     true => PoolError::Driver { source: failure.source },
                     false => PoolError::Quarantined { pages: failure.quarantined, source: failure.source },

@@ -252,6 +252,13 @@ impl Shared {
         Ok(Guard::over(self, self.state.lock().map_err(|_| poisoned())?))
     }
 
+    /// The mapper does not know any longer what is mapped: all calls fail from now on, and nobody waits.
+    pub fn break_down(&self, why: &str) {
+        if let Ok(mut state) = self.lock() {
+            state.broken.get_or_insert_with(|| why.to_owned());
+        }
+    }
+
     /// When a call that begins now has waited long enough.
     pub fn deadline(&self) -> Instant {
         after(self.patience)

@@ -64,7 +64,7 @@ impl Mapper for Turns {
     fn unmap(&self, pages: &[u32]) -> Result<(), UnmapFailure> {
         if self.refuses() {
             let still_mapped = pages.to_vec();
-            return Err(UnmapFailure { quarantined: vec![], still_mapped, source: "refused".into() });
+            return Err(UnmapFailure { quarantined: vec![], still_mapped, broken: false, source: "refused".into() });
         }
         let mut mapped = self.mapped.lock().unwrap();
         assert!(pages.iter().all(|page| mapped.remove(page)), "{pages:?} are not mapped");

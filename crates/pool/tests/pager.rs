@@ -537,7 +537,7 @@ fn pages_leave_behind_one_whose_memory_could_not_be_released() {
         }
         fn unmap(&self, _pages: &[u32]) -> Result<(), UnmapFailure> {
             let (quarantined, still_mapped) = (vec![], vec![]);
-            Err(UnmapFailure { quarantined, still_mapped, source: "not released".into() })
+            Err(UnmapFailure { quarantined, still_mapped, broken: false, source: "not released".into() })
         }
         without_memory!();
     }

@@ -3,6 +3,7 @@
 use std::fmt::Display;
 
 use kvcached_control::ControlError;
+use kvcached_ipc::IpcError;
 use kvcached_pool::{BlockError, PoolError};
 use kvcached_vmm::{DeviceNameError, DriverError, GeometryError, VmmError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -142,6 +143,30 @@ impl Raise for DeviceNameError {
 impl Raise for ControlError {
     fn raise(self, py: Python<'_>) -> PyErr {
         raise(py, CONFIG, self.to_string())
+    }
+}
+
+impl Raise for IpcError {
+    fn raise(self, py: Python<'_>) -> PyErr {
+        let kind = match &self {
+            IpcError::NotADirectory { .. }
+            | IpcError::DirectoryNotOurs { .. }
+            | IpcError::DirectoryNotPrivate { .. }
+            | IpcError::PathTooLong { .. }
+            | IpcError::PeerNotOurs { .. }
+            | IpcError::GroupTaken { .. }
+            | IpcError::Members { .. } => CONFIG,
+            IpcError::NoSuchPage { .. } => return PyValueError::new_err(self.to_string()),
+            IpcError::OutOfMemory { .. } => EXHAUSTED,
+            IpcError::MapFailed { lost, .. } | IpcError::UnmapFailed { lost, .. } if !lost.is_empty() => QUARANTINED,
+            IpcError::MapFailed { .. }
+            | IpcError::UnmapFailed { .. }
+            | IpcError::Failed { .. }
+            | IpcError::Forked { .. } => DRIVER,
+            IpcError::Broken { .. } => CONSISTENCY,
+            _ => ERROR,
+        };
+        raise(py, kind, self.to_string())
     }
 }
 

@@ -11,6 +11,7 @@ mod geometry;
 mod ids;
 mod instance;
 mod pool;
+mod ranks;
 mod tensor;
 
 use errors::Raise;
@@ -102,6 +103,8 @@ mod _core {
     use super::instance::{InstanceRecord, kvctl};
     #[pymodule_export]
     use super::pool::Pool;
+    #[pymodule_export]
+    use super::ranks::{RankServer, Ranks};
     #[pymodule_export]
     use super::tensor::{Buffer, FTensor};
     #[pymodule_export]

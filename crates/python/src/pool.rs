@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcached_ledger::{Layout, PageOrder};
-use kvcached_pool::{MemoryLimit, Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
-use pyo3::exceptions::PyValueError;
+use kvcached_pool::{Mapper, MemoryLimit, Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
+use pyo3::exceptions::{PyAttributeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -14,14 +14,15 @@ use crate::errors::Raise;
 use crate::geometry::Geometry;
 use crate::ids::{self, Room};
 use crate::instance::InstanceRecord;
+use crate::ranks::Ranks;
 use crate::tensor::FTensor;
 
-/// A ledger over an `FTensor`: hands out block ids of backed pages.
+/// A ledger over an `FTensor`, or over `Ranks` that have one each: hands out block ids of backed pages.
 #[pyclass(frozen, subclass, module = "kvcached._core")]
 pub struct Pool {
     /// Dropped without the GIL.
     inner: ManuallyDrop<Inner>,
-    ftensor: Py<FTensor>,
+    memory: Py<PyAny>,
     geometry: Geometry,
     num_blocks: u32,
 }
@@ -31,6 +32,62 @@ type Limit = (&'static str, u64, u64, u64, Option<String>);
 
 fn limit(of: MemoryLimit) -> Limit {
     (of.state.as_str(), of.revision, of.limit_bytes, of.occupied_bytes, of.reason)
+}
+
+/// What a pool is made over.
+struct Measured {
+    mapper: Arc<dyn Mapper>,
+    geometry: kvcached_vmm::Geometry,
+    num_blocks: u64,
+}
+
+fn over_tensor(
+    py: Python<'_>,
+    ftensor: &FTensor,
+    geometry: Option<kvcached_vmm::Geometry>,
+    num_blocks: Option<u64>,
+) -> PyResult<Measured> {
+    ftensor.check_owner(py, "Pool")?;
+    let tensor = Arc::clone(&ftensor.inner);
+    let geometry = geometry.unwrap_or(*tensor.geometry());
+    let num_blocks = num_blocks.unwrap_or(tensor.num_blocks());
+    let num_pages = geometry.num_pages(num_blocks).map_err(|e| e.raise(py))?;
+    if geometry.page_bytes() != tensor.geometry().page_bytes() || num_pages > tensor.num_pages() {
+        return Err(PyValueError::new_err(format!(
+            "{num_blocks} blocks need {num_pages} pages of {} bytes, the tensors have {} of {}",
+            geometry.page_bytes(),
+            tensor.num_pages(),
+            tensor.geometry().page_bytes(),
+        )));
+    }
+    Ok(Measured { mapper: tensor, geometry, num_blocks })
+}
+
+/// Ranks may have pages of different sizes, where stages have different layers: what must agree is what ids mean.
+fn over_ranks(
+    py: Python<'_>,
+    ranks: &Ranks,
+    geometry: Option<kvcached_vmm::Geometry>,
+    num_blocks: Option<u64>,
+) -> PyResult<Measured> {
+    let (Some(geometry), Some(num_blocks)) = (geometry, num_blocks) else {
+        return Err(PyTypeError::new_err("a pool over Ranks needs geometry= and num_blocks="));
+    };
+    let ranks = Arc::clone(&ranks.inner);
+    let num_pages = geometry.num_pages(num_blocks).map_err(|e| e.raise(py))?;
+    let ids = (geometry.blocks_per_page(), geometry.ids_per_page());
+    let theirs = (ranks.blocks_per_page(), ranks.ids_per_page());
+    if ids != theirs || num_pages > ranks.num_pages() {
+        return Err(PyValueError::new_err(format!(
+            "{num_blocks} blocks need {num_pages} pages of {} blocks and {} ids, the ranks have {} of {} and {}",
+            ids.0,
+            ids.1,
+            ranks.num_pages(),
+            theirs.0,
+            theirs.1,
+        )));
+    }
+    Ok(Measured { mapper: ranks, geometry, num_blocks })
 }
 
 impl Drop for Pool {
@@ -87,14 +144,14 @@ impl Pool {
 impl Pool {
     #[new]
     #[pyo3(signature = (
-        ftensor, *, geometry = None, num_blocks = None, reserve_null_block = false, async_sched = false,
+        memory, *, geometry = None, num_blocks = None, reserve_null_block = false, async_sched = false,
         min_reserved_bytes = 0, max_reserved_bytes = 48 << 20, highest_pages_first = false, record = None,
         pool_name = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python constructor")]
     fn new(
         py: Python<'_>,
-        ftensor: Py<FTensor>,
+        memory: &Bound<'_, PyAny>,
         geometry: Option<&Geometry>,
         num_blocks: Option<u64>,
         reserve_null_block: bool,
@@ -105,20 +162,16 @@ impl Pool {
         record: Option<&InstanceRecord>,
         pool_name: Option<&str>,
     ) -> PyResult<Self> {
-        ftensor.get().check_owner(py, "Pool")?;
-        let tensor = Arc::clone(&ftensor.get().inner);
-        let geometry = geometry.map_or_else(|| *tensor.geometry(), |g| g.inner);
-        let num_blocks = num_blocks.unwrap_or(tensor.num_blocks());
-        let num_pages = geometry.num_pages(num_blocks).map_err(|e| e.raise(py))?;
+        let geometry = geometry.map(|geometry| geometry.inner);
+        let Measured { mapper, geometry, num_blocks } = if let Ok(ftensor) = memory.cast::<FTensor>() {
+            over_tensor(py, ftensor.get(), geometry, num_blocks)?
+        } else if let Ok(ranks) = memory.cast::<Ranks>() {
+            over_ranks(py, ranks.get(), geometry, num_blocks)?
+        } else {
+            let given = memory.get_type().name()?;
+            return Err(PyTypeError::new_err(format!("a pool is made over an FTensor or Ranks, not {given}")));
+        };
         geometry.id_space(num_blocks).map_err(|e| e.raise(py))?;
-        if geometry.page_bytes() != tensor.geometry().page_bytes() || num_pages > tensor.num_pages() {
-            return Err(PyValueError::new_err(format!(
-                "{num_blocks} blocks need {num_pages} pages of {} bytes, the tensors have {} of {}",
-                geometry.page_bytes(),
-                tensor.num_pages(),
-                tensor.geometry().page_bytes(),
-            )));
-        }
         let num_blocks = u32::try_from(num_blocks)?;
         let order = if highest_pages_first { PageOrder::HighestFirst } else { PageOrder::LowestFirst };
         let config = PoolConfig {
@@ -140,18 +193,25 @@ impl Pool {
                 Arc::new(record.inner.pool_row(pool_name.unwrap_or("pool")).map_err(|e| e.raise(py))?)
             }
         };
-        let inner = py.detach(|| Inner::new(config, tensor, meter)).map_err(|e| e.raise(py))?;
+        let inner = py.detach(|| Inner::new(config, mapper, meter)).map_err(|e| e.raise(py))?;
         Ok(Pool {
             inner: ManuallyDrop::new(inner),
-            ftensor,
+            memory: memory.clone().unbind(),
             geometry: Geometry { inner: geometry },
             num_blocks,
         })
     }
 
     #[getter]
-    fn ftensor(&self, py: Python<'_>) -> Py<FTensor> {
-        self.ftensor.clone_ref(py)
+    fn memory(&self, py: Python<'_>) -> Py<PyAny> {
+        self.memory.clone_ref(py)
+    }
+
+    #[getter]
+    fn ftensor(&self, py: Python<'_>) -> PyResult<Py<FTensor>> {
+        let ftensor = self.memory.bind(py).cast::<FTensor>();
+        let ftensor = ftensor.map_err(|_| PyAttributeError::new_err("this pool's tensors are those of its ranks"))?;
+        Ok(ftensor.clone().unbind())
     }
 
     #[getter]

@@ -192,11 +192,11 @@ impl Mapper for Fake {
                 inner.mapped.remove(&pages[0]);
                 inner.lost.insert(pages[0]);
                 let (quarantined, still_mapped) = (vec![pages[0]], pages[1..].to_vec());
-                Err(UnmapFailure { quarantined, still_mapped, source: "lost".into() })
+                Err(UnmapFailure { quarantined, still_mapped, broken: false, source: "lost".into() })
             }
             Some(_) => {
                 let still_mapped = pages.to_vec();
-                Err(UnmapFailure { quarantined: vec![], still_mapped, source: "refused".into() })
+                Err(UnmapFailure { quarantined: vec![], still_mapped, broken: false, source: "refused".into() })
             }
         }
     }
