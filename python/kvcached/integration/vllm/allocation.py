@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "closed_before_workers",
     "closed_with_executor",
     "kv_cache_views",
     "raw_tensors_v1",
@@ -153,7 +154,7 @@ def kv_cache_views(original: Any) -> Any:
 
 
 def closed_with_executor(original: Any) -> Any:
-    """Replacement of `shutdown` of both executors: the workers have stopped, nothing reads the KV cache any
+    """Replacement of `UniProcExecutor.shutdown`: the worker has stopped, nothing reads the KV cache any
     more.
     """
 
@@ -165,6 +166,19 @@ def closed_with_executor(original: Any) -> Any:
             memory = EngineMemory.of(self.cache_config)
             if memory is not None:
                 memory.close()
+
+    return shutdown
+
+
+def closed_before_workers(original: Any) -> Any:
+    """Replacement of `MultiprocExecutor.shutdown`, also called when a worker has died: the workers give the memory back and then end."""
+
+    @functools.wraps(original)
+    def shutdown(self: Any) -> Any:
+        memory = EngineMemory.of(self.cache_config)
+        if memory is not None:
+            memory.close()
+        return original(self)
 
     return shutdown
 

@@ -62,9 +62,11 @@ def _memory(launch: Launch, executor: Any, config: Any, local: bool) -> EngineMe
     rank = RankMemory(launch)
     rank.attach(config)
     found = weakref.ref(executor)
-    memory = EngineMemory(
-        launch, rank if local else RemoteRanks(launch, lambda: ranks.ask(found(), ranks.synchronise))
-    )
+
+    def barrier(timeout_s: float) -> None:
+        ranks.ask(found(), ranks.synchronise, timeout_s=timeout_s)
+
+    memory = EngineMemory(launch, rank if local else RemoteRanks(launch, barrier))
     memory.attach(config)
     return memory
 

@@ -29,17 +29,19 @@ class _Answer:
     error: Exception | None = None
 
 
-def ask(executor: Any, question: Callable[..., Any], *args: Any) -> list[Any]:
+def ask(executor: Any, question: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
     """The answer of each rank, in order.
 
     Args:
         executor: vLLM's.
         question: `question(worker, rank, *args)` of this module, called with each worker and its `RankMemory`.
+        timeout_s: None: as long as the workers live.
 
     Raises:
         KVCachedError: what the first rank raised that could not answer; all have been asked.
+        TimeoutError: they did not answer in time.
     """
-    answers = executor.collective_rpc(_answer, args=(question, *args))
+    answers = executor.collective_rpc(_answer, timeout_s, (question, *args))
     for answer in answers:
         if answer.error is not None:
             raise answer.error

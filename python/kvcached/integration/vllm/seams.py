@@ -64,10 +64,10 @@ def _executor(versions: Versions) -> list[Seam]:
         ),
         Seam(
             f"{_EXECUTOR}.multiproc_executor:MultiprocExecutor.shutdown",
-            allocation.closed_with_executor,
+            allocation.closed_before_workers,
             ("self",),
             versions,
-            "the workers are gone: nothing is asked of them any more",
+            "the workers are about to end: have them give the memory back",
         ),
         Seam(
             f"{_EXECUTOR}.multiproc_executor:MultiprocExecutor.collective_rpc",
