@@ -5,7 +5,9 @@ An engine of two ranks takes long to start, so that there are few of them, each 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
@@ -188,42 +190,25 @@ if __name__ == "__main__":
                    max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256, block_size=32,
                    enable_prefix_caching=True, seed=0, tensor_parallel_size=2)
     sampling = vllm.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-    def tokens():
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-        return [list(o.outputs[0].token_ids) for o in outputs]
-    print("TOKENS", json.dumps(tokens()), flush=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+    print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in outputs]), flush=True)
     from kvcached import _core
     _core.kvctl(["list"])
     print("READY", flush=True)
     sys.stdin.readline()
-    try:
-        while True:
-            tokens()
-    except Exception as error:
-        print("ENDED", type(error).__name__, flush=True)
 """
 
 
-def sockets_of(pids: list[int]) -> list[str]:
-    """Paths of the sockets that these processes listen at."""
-    return [
-        connection.laddr
-        for pid in pids
-        for connection in psutil.Process(pid).net_connections(kind="unix")
-        if connection.laddr and "kvcached" in connection.laddr
-    ]
-
-
-def test_a_killed_scheduler_takes_its_workers_and_their_sockets_with_it(native, model_folder, tmp_path):
-    """vLLM's engine process is killed. One variable is all that was set."""
+@pytest.fixture
+def outside(tmp_path, model_folder) -> Iterator[tuple[list[str], psutil.Process]]:
+    """An engine as users have it, its scheduler in vLLM's engine process: what its front end said, and that process."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    name = f"killed-{os.getpid()}"
     environ = {k: v for k, v in os.environ.items() if "KVCACHED" not in k}
     environ |= {
         "ENABLE_KVCACHED": "true",
         "KVCACHED_STRICT": "1",
-        "KVCACHED_IPC_NAME": name,
+        "KVCACHED_IPC_NAME": f"outside-{os.getpid()}",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
     with subprocess.Popen(
@@ -234,26 +219,37 @@ def test_a_killed_scheduler_takes_its_workers_and_their_sockets_with_it(native, 
         stdout=subprocess.PIPE,
         text=True,
     ) as front_end:
+        family = []
         try:
-            said = []
-            while not said or (said[-1] and said[-1] != "READY\n"):
-                said.append(front_end.stdout.readline())
-            assert json.loads(said[0].removeprefix("TOKENS ")) == native.tokens[0]
-            (row,) = [line for line in said if line.startswith(name)]
-            assert " cpu x2 " in row
+            said = list(itertools.takewhile(lambda line: line != "READY\n", front_end.stdout))
             family = psutil.Process(front_end.pid).children(recursive=True)
-            workers = [p for p in family if len(sockets_of([p.pid])) > 0]
-            sockets = sockets_of([p.pid for p in workers])
-            assert len({p.pid for p in workers}) >= 2
-            (engine_core,) = {p.parent() for p in workers} & set(family)
-            engine_core.kill()
-            front_end.stdin.write("go on\n")
-            front_end.stdin.flush()
-            assert front_end.stdout.readline() == "ENDED EngineDeadError\n"
-            assert are_gone([p.pid for p in family])
-            assert not any(Path(path).exists() for path in sockets)
+            (engine_core,) = {worker.parent() for worker in family if sockets_of(worker)}
+            yield said, engine_core
         finally:
             front_end.kill()
+            for each in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+
+
+def sockets_of(process: psutil.Process) -> list[str]:
+    """Paths of the sockets of ours at which a process listens."""
+    return [c.laddr for c in process.net_connections(kind="unix") if "kvcached" in (c.laddr or "")]
+
+
+def test_a_killed_scheduler_takes_its_workers_and_their_sockets_with_it(native, outside):
+    """One variable is all that was set, and the memory is of the process with the scheduler in others' eyes."""
+    said, engine_core = outside
+    (tokens,) = [line for line in said if line.startswith("TOKENS ")]
+    assert json.loads(tokens.removeprefix("TOKENS ")) == native.tokens[0]
+    (row,) = [line for line in said if line.startswith(f"outside-{os.getpid()} ")]
+    assert f" {engine_core.pid} " in row and " cpu x2 " in row
+    workers = [worker for worker in engine_core.children() if sockets_of(worker)]
+    sockets = [path for worker in workers for path in sockets_of(worker)]
+    assert len(workers) == 2 and all(Path(path).is_socket() for path in sockets)
+    engine_core.kill()
+    assert are_gone([worker.pid for worker in workers])
+    assert not any(Path(path).exists() for path in sockets)
 
 
 def test_refused_late_it_runs_natively_on_all_ranks(native, model_folder, caplog):
@@ -270,9 +266,10 @@ def test_refused_late_it_runs_natively_on_all_ranks(native, model_folder, caplog
     assert again == native
 
 
-def test_refused_late_it_does_not_start_where_kvcached_is_insisted_on(model_folder):
+def test_workers_without_our_plug_in_are_refused_and_end(model_folder):
+    """What `KVCACHED_AUTOPATCH=false` and `install()` come to, which does not reach them."""
     before = {child.pid for child in psutil.Process().children()}
-    with name_taken("taken-name"), pytest.raises(KVCachedConfigError, match="taken-name"):
-        start(model_folder, ELASTIC | {"KVCACHED_IPC_NAME": "taken-name"})
+    with pytest.raises(KVCachedConfigError, match="worker process in which kvcached's plug-in did not run"):
+        start(model_folder, ELASTIC | {"KVCACHED_AUTOPATCH": "false"})
     gc.collect()
     assert are_gone([c.pid for c in psutil.Process().children() if c.pid not in before])

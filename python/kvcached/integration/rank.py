@@ -179,6 +179,6 @@ def _in_another_process(launch: Launch) -> RankMemory:
     """A worker's config has arrived: its process has a rank of its own, which can do nothing before the seams are in place there."""
     rank = RankMemory(launch)
     rank.obstacle = UnsupportedConfiguration(
-        "a worker process did not put kvcached's seams in place: it loads them as a plug-in (KVCACHED_AUTOPATCH)"
+        "a worker process in which kvcached's plug-in did not run (KVCACHED_AUTOPATCH=false keeps it out) cannot have elastic memory"
     )
     return rank
