@@ -30,7 +30,7 @@ os.environ.update(
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from demo import model
-from kvcached import _core
+from kvcached import _core, instance
 from kvcached.integration.vllm import plugin
 
 if TYPE_CHECKING:
@@ -140,6 +140,20 @@ def settings(**variables: str) -> Iterator[None]:
         for name in variables:
             os.environ.pop(name, None)
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def name_taken(name: str) -> Iterator[None]:
+    """Another instance has this name. The record of this process, which exists if an engine ran before, is forgotten meanwhile."""
+    taken = _core.InstanceRecord(name, "test", "cpu")
+    records = dict(instance._records)
+    instance._records.clear()
+    try:
+        yield
+    finally:
+        instance._records.clear()
+        instance._records.update(records)
+        taken.close()
 
 
 ELASTIC = {

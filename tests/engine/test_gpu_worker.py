@@ -10,10 +10,13 @@ import pytest
 
 from kvcached import _core
 from kvcached.config import Settings
-from kvcached.integration.memory import Agreement, EngineMemory
+from kvcached.integration.memory import EngineMemory
 from kvcached.integration.own_use import OwnUse
+from kvcached.integration.plan import Agreement
+from kvcached.integration.rank import RankMemory
 from kvcached.integration.vllm import capacity, warmup
 from tests.devices import Device
+from tests.memories import attach, local_memory, rank_of, reserved_memory
 from tests.ranges import settled_pages
 
 GIB = 1 << 30
@@ -23,10 +26,15 @@ NUM_BLOCKS = 100
 
 @pytest.fixture
 def memory():
-    made = EngineMemory(Settings(page_mb=1, layout="chunked", unbacked="hole"), "vllm", "test")
-    made.reserve(Agreement(tuple("abcd"), BLOCK, 16, NUM_BLOCKS), "cpu")
+    settings = Settings(page_mb=1, layout="chunked", unbacked="hole")
+    made = reserved_memory(settings, Agreement(tuple("abcd"), BLOCK, 16, NUM_BLOCKS), "vllm")
     yield made
     made.close()
+
+
+@pytest.fixture
+def rank(memory):
+    return rank_of(memory)
 
 
 def request(*ids: int) -> SimpleNamespace:
@@ -41,12 +49,12 @@ def output(new=(), cached=()) -> SimpleNamespace:
 
 class TestWarmUp:
     @pytest.fixture
-    def runner(self, memory):
-        runner = SimpleNamespace(kv_cache_config=SimpleNamespace(num_blocks=memory.ftensor.id_space))
-        memory.attach(runner.kv_cache_config)
+    def runner(self, rank):
+        runner = SimpleNamespace(kv_cache_config=SimpleNamespace(num_blocks=rank.ftensor.id_space))
+        rank.attach(runner.kv_cache_config)
         return runner
 
-    def test_rows_are_backed_while_it_lasts(self, memory, runner):
+    def test_rows_are_backed_while_it_lasts(self, rank, runner):
         seen = []
 
         @warmup.back_made_up_blocks
@@ -62,18 +70,18 @@ class TestWarmUp:
             # Really write every row of every layer that the batch names.
             ids = [i for r in scheduler_output.scheduled_new_reqs for i in r.block_ids[0]]
             ids += [i for g in scheduler_output.scheduled_cached_reqs.new_block_ids if g for i in g[0]]
-            for layer in memory.agreement.buffers:
-                rows = memory.tensors()[layer].view(-1, BLOCK)
+            for layer in rank.plan.agreement.buffers:
+                rows = rank.tensors()[layer].view(-1, BLOCK)
                 for i in ids:
                     rows[i].fill_(1)
-            seen.append(set(memory.ftensor.mapped_pages()))
+            seen.append(set(rank.ftensor.mapped_pages()))
 
         assert warm_up(runner, execute_model, lambda grammar: None, prefix="x") == "x"
         assert seen[0] < seen[1] == seen[2]
-        assert memory.ftensor.mapped_pages() == [0]
-        assert runner.kv_cache_config.num_blocks == memory.ftensor.id_space
+        assert rank.ftensor.mapped_pages() == [0]
+        assert runner.kv_cache_config.num_blocks == rank.ftensor.id_space
 
-    def test_all_is_taken_back_after_a_failure(self, memory, runner):
+    def test_all_is_taken_back_after_a_failure(self, rank, runner):
         @warmup.back_made_up_blocks
         def warm_up(model_runner, worker_execute_model):
             worker_execute_model(output(new=[request(*range(1, 90))]))
@@ -81,8 +89,8 @@ class TestWarmUp:
 
         with pytest.raises(RuntimeError, match="out of luck"):
             warm_up(runner, lambda scheduler_output: None)
-        assert memory.ftensor.mapped_pages() == [0]
-        assert runner.kv_cache_config.num_blocks == memory.ftensor.id_space
+        assert rank.ftensor.mapped_pages() == [0]
+        assert runner.kv_cache_config.num_blocks == rank.ftensor.id_space
 
     def test_pages_of_a_pool_are_not_taken_from_it(self, memory, runner, monkeypatch):
         monkeypatch.setattr("kvcached.integration.memory.process_record", lambda engine, device: None)
@@ -137,7 +145,7 @@ class TestBudget:
     @pytest.fixture
     def config(self):
         config = SimpleNamespace(gpu_memory_utilization=0.9)
-        EngineMemory(Settings(), "vllm", "test").attach(config)
+        attach(local_memory(Settings(), "vllm"), config)
         return config
 
     def test_a_neighbour_is_no_reason_not_to_start(self, device, config):
@@ -152,10 +160,10 @@ class TestBudget:
         taken = snapshot(device)
         before = vars(taken).copy()
         request_memory(taken, config)
-        memory = EngineMemory.of(config)
-        EngineMemory.detach(config)
+        rank = RankMemory.of(config)
+        RankMemory.detach(config)
         with pytest.raises(ValueError, match="less than desired"):
-            memory.refuse()
+            rank.refuse()
         assert vars(taken) == before
         with pytest.raises(ValueError, match="less than desired"):
             request_memory(taken, config)
@@ -185,26 +193,38 @@ class TestBudget:
 
 
 class TestMemoryAndConfigs:
-    def test_copies_find_the_same_memory(self, memory):
+    def test_copies_find_the_same_memory(self, memory, rank):
         config = SimpleNamespace(a=1)
-        memory.attach(config)
-        assert EngineMemory.of(copy.deepcopy(config)) is memory
-        assert EngineMemory.of(copy.copy(config)) is memory
-        assert EngineMemory.of(pickle.loads(pickle.dumps(config))) is None
+        attach(memory, config)
+        for copied in (copy.deepcopy(config), copy.copy(config)):
+            assert EngineMemory.of(copied) is memory
+            assert RankMemory.of(copied) is rank
         EngineMemory.detach(config)
-        assert EngineMemory.of(config) is None
+        RankMemory.detach(config)
+        assert EngineMemory.of(config) is None and RankMemory.of(config) is None
 
-    def test_tensors_are_one_storage_a_layer(self, memory):
+    def test_in_another_process_a_config_finds_a_rank_of_that_process(self, memory, rank):
+        config = SimpleNamespace(a=1)
+        attach(memory, config)
+        sent = pickle.loads(pickle.dumps(config))
+        assert EngineMemory.of(sent) is None, "there is one scheduler"
+        other = RankMemory.of(sent)
+        assert other is not rank and other.launch == rank.launch
+        with pytest.raises(_core.StateConsistencyError, match="not reserved"):
+            other.tensors()
+        assert "seams" in str(other.obstacle), "until they are in place there"
+
+    def test_tensors_are_one_storage_a_layer(self, rank):
         pointers = set()
-        for layer in memory.agreement.buffers:
-            tensor = memory.tensors()[layer]
+        for layer in rank.plan.agreement.buffers:
+            tensor = rank.tensors()[layer]
             size = tensor.untyped_storage().nbytes()
-            assert (size, tensor.dim(), tensor.storage_offset()) == (memory.ftensor.id_space * BLOCK, 1, 0)
+            assert (size, tensor.dim(), tensor.storage_offset()) == (rank.ftensor.id_space * BLOCK, 1, 0)
             pointers.add(tensor.data_ptr())
         assert len(pointers) == 4
 
-    def test_close_twice_and_after(self, memory):
+    def test_close_twice_and_after(self, memory, rank):
         memory.close()
         memory.close()
         with pytest.raises(_core.StateConsistencyError, match="closed"):
-            memory.tensors()
+            rank.tensors()

@@ -7,22 +7,22 @@ import ctypes
 import torch
 from conftest import BATCHES
 
-from kvcached.integration.memory import EngineMemory
+from kvcached.integration.rank import RankMemory
 
 
 def test_a_layer_shifted_by_one_block(elastic, native_outcome, monkeypatch):
-    tensors = EngineMemory.tensors
+    tensors = RankMemory.tensors
 
-    def shifted(self: EngineMemory) -> dict[str, torch.Tensor]:
+    def shifted(self: RankMemory) -> dict[str, torch.Tensor]:
         buffer = self.ftensor.buffers()[2]
-        start = buffer.ptr - self.agreement.block_bytes
+        start = buffer.ptr - self.plan.agreement.block_bytes
         memory = (ctypes.c_char * buffer.nbytes).from_address(start)
         memory._owner = buffer
-        name = self.agreement.buffers[2]
+        name = self.plan.agreement.buffers[2]
         return tensors(self) | {name: torch.frombuffer(memory, dtype=torch.int8)}
 
     expected = native_outcome(enable_prefix_caching=True)
-    monkeypatch.setattr(EngineMemory, "tensors", shifted)
+    monkeypatch.setattr(RankMemory, "tensors", shifted)
     engine = elastic(enable_prefix_caching=True)
     assert engine.run().tokens != expected.tokens
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import vllm.version
-from conftest import ELASTIC, Engine, plugin_installed, prompt, settings
+from conftest import ELASTIC, Engine, name_taken, plugin_installed, prompt, settings
 
 from kvcached import _core
 from kvcached.errors import GeometryError, KVCachedConfigError
@@ -86,8 +87,18 @@ def test_speculative_decoding(model_folder):
     refused(model_folder, UnsupportedConfiguration, "speculative decoding", speculative_config=ngram)
 
 
-def test_several_workers(model_folder):
-    refused(model_folder, UnsupportedConfiguration, "tensor parallelism of 2", tensor_parallel_size=2)
+def test_pipeline_stages(model_folder):
+    refused(model_folder, UnsupportedConfiguration, "pipeline parallelism of 2", pipeline_parallel_size=2)
+
+
+def test_another_executor(model_folder):
+    executor = "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher"
+    refused(
+        model_folder,
+        UnsupportedConfiguration,
+        "executor ExecutorWithExternalLauncher",
+        distributed_executor_backend=executor,
+    )
 
 
 @pytest.mark.skipif(vllm.version.__version__.startswith("0.26"), reason="not in this version's CPU build")
@@ -119,37 +130,33 @@ def test_strictness_that_is_not_understood_is_strict(model_folder):
 
 def test_name_that_is_taken(model_folder, kvcached_log):
     """Late: the worker has loaded the model. Nothing of us may be left in it."""
-    # The record of this process exists already, if an engine ran before; another pid's name is what can be taken.
-    from kvcached import instance
-
-    taken = _core.InstanceRecord("taken-name", "test", "cpu")
-    records = dict(instance._records)
-    instance._records.clear()
-    try:
+    with name_taken("taken-name"):
         env = {"KVCACHED_IPC_NAME": "taken-name"}
         refused(model_folder, KVCachedConfigError, "taken-name", env)
         runs_natively(model_folder, None, kvcached_log, "taken-name", env)
-    finally:
-        instance._records.clear()
-        instance._records.update(records)
-        taken.close()
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_all_seams_of_the_installed_version(device_type):
     """Also those of the GPU worker: the CPU build carries its modules."""
     version = vllm.version.__version__
-    in_place = plugin.engine_patches(version, "cpu")
-    was_applied = in_place.applied
-    in_place.restore()
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+    in_place = [
+        each for each in plugin.patch_sets(version, config, scheduler=True, worker=True) if each.applied
+    ]
+    for each in in_place:
+        each.restore()
     try:
-        seams.patch_set(version, device_type).verify(version)
+        seams.scheduler_set(version).verify(version)
+        seams.worker_set(version, device_type).verify(version)
     finally:
-        if was_applied:
-            in_place.apply()
+        for each in in_place:
+            each.apply()
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.27.1", "0.28.0", "0.30.0", "1.0", "dev"])
 def test_versions_that_are_not_carried(version):
     with pytest.raises(SeamError, match="is not supported: use"):
-        seams.patch_set(version, "cuda")
+        seams.scheduler_set(version)
+    with pytest.raises(SeamError, match="is not supported: use"):
+        seams.worker_set(version, "cuda")

@@ -11,6 +11,8 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 
 from kvcached import _core
+from kvcached.config import Settings
+from kvcached.integration.launch import Launch
 from kvcached.integration.memory import EngineMemory
 from kvcached.integration.vllm import block_pool, release
 from tests.ranges import settled_pages
@@ -32,8 +34,10 @@ class Scheduler:
         block_pool.overlay_block_pool(native, self.pool)
         self.kv_cache_manager = SimpleNamespace(block_pool=native)
         self.cache_config = SimpleNamespace()
-        self.memory = EngineMemory(SimpleNamespace(), "vllm", "test")
-        self.memory.pool, self.memory._ftensor = self.pool, self.pool.ftensor
+        self.memory = EngineMemory(
+            Launch(Settings(), "vllm", "test"), SimpleNamespace(synchronise=self.pool.ftensor.synchronise)
+        )
+        self.memory.pool = self.pool
         self.memory.attach(self.cache_config)
         self.during_schedule = self.during_update = lambda: None
         self.scheduled_tokens = 1

@@ -16,8 +16,9 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # 
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator  # noqa: E402
 
 from kvcached.config import Settings  # noqa: E402
-from kvcached.integration.memory import Agreement, EngineMemory  # noqa: E402
+from kvcached.integration.plan import Agreement  # noqa: E402
 from kvcached.integration.sglang.allocator import make_elastic  # noqa: E402
+from tests.memories import reserved_memory  # noqa: E402
 from tests.ranges import settled_pages  # noqa: E402
 
 TOKENS = 4096
@@ -28,9 +29,10 @@ BUSY_CYCLES = 2_000_000_000  # about a second
 def allocator(request, monkeypatch):
     monkeypatch.setenv("ENABLE_KVCACHED", "true")
     page_size = request.param
-    memory = EngineMemory(Settings(max_reserved_mb=0, layout="chunked", unbacked="hole"), "sglang", "test")
     layers = tuple(f"{kind}{layer}" for layer in range(4) for kind in "kv")
-    memory.reserve(Agreement(layers, 2048 * page_size, page_size, TOKENS // page_size + 1), "cuda:0")
+    settings = Settings(max_reserved_mb=0, layout="chunked", unbacked="hole")
+    agreement = Agreement(layers, 2048 * page_size, page_size, TOKENS // page_size + 1)
+    memory = reserved_memory(settings, agreement, "sglang", "cuda:0")
     pool = SimpleNamespace()
     if page_size == 1:
         native = TokenToKVPoolAllocator(TOKENS, torch.bfloat16, "cuda", pool, need_sort=False)
@@ -67,7 +69,7 @@ def test_whatever_the_gpu_does_the_scheduler_does_not_wait(allocator):
 
 def test_a_page_stays_mapped_until_the_batch_that_was_launched_has_ended(allocator):
     indices = allocator.alloc(TOKENS)
-    tensors = allocator.memory.tensors()
+    tensors = allocator.memory.ranks.tensors()
     rows = {
         name: raw.view(torch.bfloat16).view(-1, 1024)[indices.to(torch.int64)]
         for name, raw in tensors.items()

@@ -26,12 +26,14 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
 from kvcached import _core
-from kvcached.integration.memory import Agreement, EngineMemory
+from kvcached.integration.plan import Agreement
 from kvcached.integration.sglang.allocator import make_elastic
+from tests import memories
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvcached.integration.memory import EngineMemory
     from kvcached.integration.sglang.allocator import ElasticAllocator
 
 
@@ -72,9 +74,10 @@ def reserved_memory(
             "highest_pages_first": highest_pages_first,
         },
     )
-    memory = EngineMemory(settings, "sglang", "test")
-    memory.reserve(Agreement(buffers, BLOCK_BYTES, page_size, usable_blocks + 1), "cpu")
-    geometry = memory.ftensor.geometry
+    memory = memories.reserved_memory(
+        settings, Agreement(buffers, BLOCK_BYTES, page_size, usable_blocks + 1), "sglang"
+    )
+    geometry = memories.rank_of(memory).ftensor.geometry
     assert geometry.ids_per_page > geometry.blocks_per_page == BLOCKS_PER_PAGE
     return memory
 
@@ -82,8 +85,8 @@ def reserved_memory(
 def elastic_allocator(page_size: int, kv_pool: Any = None, **options: Any) -> ElasticAllocator:
     """SGLang's allocator made elastic, over a `BoundedPool`. Close its memory."""
     memory = reserved_memory(page_size, **options)
-    assert memory.agreement is not None
-    native = native_allocator(page_size, memory.agreement.num_blocks - 1, kv_pool)
+    assert memory.plan is not None
+    native = native_allocator(page_size, memory.plan.agreement.num_blocks - 1, kv_pool)
     with mock.patch.object(_core, "Pool", BoundedPool):
         return make_elastic(native, memory)
 

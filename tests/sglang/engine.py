@@ -28,18 +28,18 @@ def shift_a_layer() -> None:
 
     import torch
 
-    from kvcached.integration.memory import EngineMemory
+    from kvcached.integration.rank import RankMemory
 
-    tensors = EngineMemory.tensors
+    tensors = RankMemory.tensors
 
-    def shifted(self: EngineMemory) -> dict[str, torch.Tensor]:
-        assert self.agreement is not None
-        buffer = self.ftensor.buffers()[self.agreement.buffers.index("v1")]
-        memory = (ctypes.c_char * buffer.nbytes).from_address(buffer.ptr - self.agreement.block_bytes)
+    def shifted(self: RankMemory) -> dict[str, torch.Tensor]:
+        assert self.plan is not None
+        buffer = self.ftensor.buffers()[self.plan.agreement.buffers.index("v1")]
+        memory = (ctypes.c_char * buffer.nbytes).from_address(buffer.ptr - self.plan.agreement.block_bytes)
         memory._owner = buffer  # type: ignore[attr-defined]
         return tensors(self) | {"v1": torch.frombuffer(memory, dtype=torch.int8)}
 
-    EngineMemory.tensors = shifted  # type: ignore[method-assign]
+    RankMemory.tensors = shifted  # type: ignore[method-assign]
 
 
 def share_the_device() -> None:

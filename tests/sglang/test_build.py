@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,6 +22,10 @@ from kvcached.integration.refusal import UnsupportedConfiguration
 from kvcached.integration.sglang import build, capacity
 from kvcached.integration.sglang.pool import ElasticMHATokenToKVPool, agree
 from tests.devices import GIB, Device
+from tests.memories import attach, local_memory, rank_of
+
+if TYPE_CHECKING:
+    from kvcached.integration.rank import RankMemory
 
 LAYERS = 3
 HEADS = 2
@@ -57,10 +62,15 @@ def memory(page_size):
 
 
 @pytest.fixture
-def kv_pool(memory, page_size, monkeypatch):
+def rank(memory):
+    return rank_of(memory)
+
+
+@pytest.fixture
+def kv_pool(rank, page_size, monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_ASYNC_ASSERT", "1")  # SGLang's own checks of indices
     return ElasticMHATokenToKVPool(
-        USABLE_BLOCKS * page_size, **arguments(page_size), enable_kv_cache_copy=True, memory=memory
+        USABLE_BLOCKS * page_size, **arguments(page_size), enable_kv_cache_copy=True, rank=rank
     )
 
 
@@ -68,17 +78,17 @@ def random_rows(count: int, page_size: int) -> torch.Tensor:
     return torch.randn(count, HEADS, arguments(page_size)["head_dim"])
 
 
-def some_indices(memory: EngineMemory, page_size: int) -> torch.Tensor:
+def some_indices(rank: RankMemory, page_size: int) -> torch.Tensor:
     """Of backed tokens in three pages, the last of the id space among them, out of order."""
-    geometry = memory.ftensor.geometry
+    geometry = rank.ftensor.geometry
     blocks = [geometry.block_id(number) for number in (USABLE_BLOCKS, 6, 1, 5)]
-    memory.back_rows(blocks)
+    rank.back_rows(blocks)
     return torch.tensor([block * page_size + (number % page_size) for number, block in enumerate(blocks)])
 
 
 class TestPool:
-    def test_shapes_and_addresses(self, kv_pool, memory, page_size):
-        rows = memory.ftensor.id_space * page_size
+    def test_shapes_and_addresses(self, kv_pool, rank, page_size):
+        rows = rank.ftensor.id_space * page_size
         buffers = [*kv_pool.k_buffer, *kv_pool.v_buffer]
         assert len(kv_pool.k_buffer) == len(kv_pool.v_buffer) == LAYERS
         for buffer in buffers:
@@ -92,22 +102,22 @@ class TestPool:
         assert kv_pool.v_data_ptrs.tolist() == pointers[LAYERS:]
         assert kv_pool.data_strides.tolist() == [BLOCK_BYTES // page_size] * 2 * LAYERS
 
-    def test_size_bounds_indices_and_not_what_is_counted(self, kv_pool, memory, page_size):
+    def test_size_bounds_indices_and_not_what_is_counted(self, kv_pool, rank, page_size):
         assert kv_pool.size + page_size == len(kv_pool.k_buffer[0])
         assert kv_pool.get_kv_size_bytes() == native_pool(page_size).get_kv_size_bytes()
         assert kv_pool.mem_usage == native_pool(page_size).mem_usage
-        assert memory.ftensor.mapped_pages() == [0], "counting touches nothing"
+        assert rank.ftensor.mapped_pages() == [0], "counting touches nothing"
 
-    def test_page_0_can_be_written_from_the_start(self, kv_pool, memory, page_size):
+    def test_page_0_can_be_written_from_the_start(self, kv_pool, rank, page_size):
         padding = torch.arange(page_size)
         for layer in range(LAYERS):
             written = random_rows(page_size, page_size)
             kv_pool.set_kv_buffer(SimpleNamespace(layer_id=layer), padding, written, -written)
             assert torch.equal(kv_pool.get_key_buffer(layer)[:page_size], written)
-        assert memory.ftensor.mapped_pages() == [0]
+        assert rank.ftensor.mapped_pages() == [0]
 
-    def test_rows_of_k_and_v_of_each_layer(self, kv_pool, memory, page_size):
-        indices = some_indices(memory, page_size)
+    def test_rows_of_k_and_v_of_each_layer(self, kv_pool, rank, page_size):
+        indices = some_indices(rank, page_size)
         written = {}
         for layer in range(LAYERS):
             k, v = random_rows(len(indices), page_size), random_rows(len(indices), page_size)
@@ -119,9 +129,9 @@ class TestPool:
         elsewhere = kv_pool.k_buffer[0][: 2 * page_size]
         assert elsewhere[:page_size].count_nonzero() == 0
 
-    def test_moved_rows(self, kv_pool, memory, page_size):
+    def test_moved_rows(self, kv_pool, rank, page_size):
         """By SGLang's kernel, which goes by the addresses and strides of the pool."""
-        indices = some_indices(memory, page_size)
+        indices = some_indices(rank, page_size)
         source, target = indices[:2], indices[2:]
         layers = [(random_rows(2, page_size), random_rows(2, page_size)) for _ in range(LAYERS)]
         for layer, (k, v) in enumerate(layers):
@@ -137,13 +147,13 @@ class TestPool:
         with pytest.raises(RuntimeError, match="out of range"):
             kv_pool.set_kv_buffer(SimpleNamespace(layer_id=0), past, row, row)
 
-    def test_another_layout_is_refused(self, memory, page_size):
+    def test_another_layout_is_refused(self, rank, page_size):
         with pytest.raises(UnsupportedConfiguration, match="KV cache layout vectorized_5d"):
             ElasticMHATokenToKVPool(
                 USABLE_BLOCKS * page_size,
                 **arguments(page_size),
                 kv_cache_layout="vectorized_5d",
-                memory=memory,
+                rank=rank,
             )
 
 
@@ -169,7 +179,7 @@ class TestConfigurator:
             ),
             server_args=SimpleNamespace(get_attention_backends=lambda: ("triton", "triton")),
         )
-        memory = EngineMemory(
+        memory = local_memory(
             SimpleNamespace(
                 page_bytes=None,
                 layout="chunked",
@@ -178,9 +188,8 @@ class TestConfigurator:
                 pool_options={"min_reserved_bytes": 0, "max_reserved_bytes": 0, "highest_pages_first": False},
             ),
             "sglang",
-            "test",
         )
-        memory.attach(made.server_args)
+        attach(memory, made.server_args)
         yield made
         memory.close()
 
@@ -342,10 +351,10 @@ class TestCapacity:
 
             monkeypatch.setattr(kv_cache_configurator, "get_available_gpu_memory", free_gib)
             server_args = SimpleNamespace()
-            memory = EngineMemory(SimpleNamespace(), "sglang", "test")
+            memory = local_memory(SimpleNamespace(), "sglang")
             if elastic:
-                memory.attach(server_args)
-                memory.own_use = device.own_use()
+                attach(memory, server_args)
+                rank_of(memory).own_use = device.own_use()
             before = free_gib()
             device.neighbour = neighbour_later
             device.reserved += 20 * GIB  # the weights
@@ -380,4 +389,4 @@ class TestCapacity:
 def test_closed_memory_is_not_used(memory, page_size):
     memory.close()
     with pytest.raises(StateConsistencyError):
-        ElasticMHATokenToKVPool(USABLE_BLOCKS * page_size, **arguments(page_size), memory=memory)
+        ElasticMHATokenToKVPool(USABLE_BLOCKS * page_size, **arguments(page_size), rank=rank_of(memory))

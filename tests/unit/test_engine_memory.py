@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvcached.errors import StateConsistencyError
-from kvcached.integration.memory import Agreement, EngineMemory
+from kvcached.integration.plan import Agreement
+from tests.memories import reserved_memory
 from tests.ranges import KIB, settled_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvcached.integration.memory import EngineMemory
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 
@@ -27,8 +30,7 @@ def memory() -> Iterator[EngineMemory]:
         handle_cache_bytes=0,
         pool_options={"min_reserved_bytes": 0, "max_reserved_bytes": 0, "highest_pages_first": False},
     )
-    made = EngineMemory(settings, "test", "1")  # type: ignore[arg-type]
-    made.reserve(Agreement(("k", "v"), 4 * KIB, 1, 40), "cpu")
+    made = reserved_memory(settings, Agreement(("k", "v"), 4 * KIB, 1, 40))
     yield made
     made.close()
 

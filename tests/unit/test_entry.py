@@ -106,21 +106,21 @@ def test_without_the_class_there_is_nobody_else_to_say_it(engine, environment):
 
 class TestStart:
     def begin(self, check: Callable[[], None] = lambda: None) -> Any:
-        return start("made up", lambda: "1.0", lambda version: PatchSet(f"made up {version}", []), check)
+        return start("made up", lambda: "1.0", lambda version: [PatchSet(f"made up {version}", [])], check)
 
-    def test_an_engine_that_is_carried_has_memory(self, environment):
+    def test_an_engine_that_is_carried_starts_with_its_settings(self, environment):
         environment(ENABLE_KVCACHED="true", KVCACHED_PAGE_MB="4")
-        memory = self.begin()
-        assert (memory.engine, memory.settings.page_mb) == ("made up 1.0", 4)
+        launch = self.begin()
+        assert (launch.name, launch.settings.page_mb) == ("made up 1.0", 4)
 
-    def test_one_that_nobody_asked_about_has_none(self, environment):
+    def test_one_that_nobody_asked_about_does_not(self, environment):
         def never() -> None:
             pytest.fail("asked")
 
         assert self.begin(never) is None
 
     @pytest.mark.parametrize("error", [None, RuntimeError("an engine must not die of us")])
-    def test_one_that_is_refused_has_none(self, environment, caplog, error):
+    def test_one_that_is_refused_does_not(self, environment, caplog, error):
         def check() -> None:
             if error:
                 raise error

@@ -17,16 +17,16 @@ import wrapt
 
 from kvcached.config import Settings
 from kvcached.errors import KVCachedConfigError
-from kvcached.integration.memory import EngineMemory
+from kvcached.integration.launch import Launch
 from kvcached.integration.patching import PatchSet
 from kvcached.integration.refusal import decline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvcached.integration.patching import Seam
 
-__all__ = ["Entry", "start"]
+__all__ = ["Entry", "put_in_place", "start"]
 
 logger = logging.getLogger("kvcached")
 
@@ -79,15 +79,15 @@ class Entry:
 def start(
     engine: str,
     version: Callable[[], str],
-    patches: Callable[[str], PatchSet],
+    patches: Callable[[str], Sequence[PatchSet]],
     check: Callable[[], None],
-) -> EngineMemory | None:
+) -> Launch | None:
     """Everything in place for an engine that is about to start, or None and nothing changed.
 
     Args:
         engine: "vllm", "sglang".
         version: of the engine that is installed.
-        patches: the seams for a version, the same set for every engine of this process.
+        patches: the seams for a version, the same sets for every engine of this process.
         check: raises where the engine's configuration names what we do not carry.
 
     Raises:
@@ -97,16 +97,42 @@ def start(
         settings = Settings.from_env()
         if not settings.enabled:
             return None
-        _log_from(settings.log_level)
-        found = version()
-        seams = patches(found)
-        seams.verify(found)
-        check()
-        seams.apply()
+        launch = Launch(settings, engine, version())
+        put_in_place(launch, patches, check)
     except Exception as error:  # an engine must not die of us, whatever it is
         decline(error)
         return None
-    return EngineMemory(settings, engine, found)
+    return launch
+
+
+def put_in_place(
+    launch: Launch, patches: Callable[[str], Sequence[PatchSet]], check: Callable[[], None] = lambda: None
+) -> None:
+    """All seams that this process needs for an engine, or none. Idempotent.
+
+    Args:
+        launch: of the engine.
+        patches: the sets for its version.
+        check: what else must hold; asked before anything is changed.
+
+    Raises:
+        KVCachedError: what stands in the way.
+    """
+    _log_from(launch.settings.log_level)
+    sets = patches(launch.version)
+    for seams in sets:
+        seams.verify(launch.version)
+    check()
+    applied = []
+    try:
+        for seams in sets:
+            if not seams.applied:
+                seams.apply()
+                applied.append(seams)
+    except BaseException:
+        for seams in applied:
+            seams.restore()
+        raise
 
 
 def _wanted() -> bool:

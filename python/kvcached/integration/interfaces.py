@@ -17,14 +17,14 @@ def observability_snapshot() -> list[dict[str, Any]]:
     """Each elastic engine of this process.
 
     Returns:
-        "engine" (name and version), "device", "num_buffers", and the numbers of `kvcached._core.Pool.stats`: pages by
-        state, blocks, bytes. Engines that have no scheduler yet are left out.
+        "engine" (name and version), "device" (of all ranks), "num_buffers" of a rank, and the numbers of
+        `kvcached._core.Pool.stats`: pages by state, blocks, bytes of one rank. Engines that have no scheduler yet are left out.
     """
     return [
         {
-            "engine": memory.engine,
-            "device": memory.ftensor.device,
-            "num_buffers": memory.ftensor.geometry.num_buffers,
+            "engine": memory.launch.name,
+            "device": memory.devices,
+            "num_buffers": memory.pool.geometry.num_buffers,
             **memory.pool.stats(),
         }
         for memory in EngineMemory.live()

@@ -8,18 +8,17 @@ and dense ids, which cost time and memory.
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcached import kernel_records
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvcached.config import Settings
 
-__all__ = ["Ground", "Kernels", "choose"]
-
-logger = logging.getLogger("kvcached")
+__all__ = ["Ground", "Kernels", "choose", "weakest"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,14 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Ground:
-    """What the KV cache of an engine lies on: `layout` "chunked" or "per-layer", `unbacked` "hole" or "zero"."""
+    """What the KV cache of an engine lies on: `layout` "chunked" or "per-layer", `unbacked` "hole" or "zero".
+
+    `warning`: what the user should be told about it, or nothing.
+    """
 
     layout: str
     unbacked: str
+    warning: str = field(default="", compare=False)
 
 
 def choose(settings: Settings, kernels: Kernels, device: str) -> Ground:
@@ -69,18 +72,21 @@ def choose(settings: Settings, kernels: Kernels, device: str) -> Ground:
         leave = [backend for backend, record in known.items() if record is None or not record.hole_safe]
         unbacked = "zero" if leave else "hole"
     unproven = sorted({*reach, *leave})
-    if unproven:
-        logger.warning(
-            "attention backend %s of %s %s was not shown on %s to %s: layout %s, unbacked memory %s. `python -m "
-            "kvcached.verify_kernels` shows it or not, once; KVCACHED_LAYOUT and KVCACHED_UNBACKED decide otherwise",
-            ", ".join(unproven),
-            kernels.engine,
-            kernels.version,
-            name,
-            " and to ".join(
-                [*["reach the highest block ids"] * bool(reach), *["leave holes alone"] * bool(leave)]
-            ),
-            layout,
-            unbacked,
-        )
-    return Ground(layout, unbacked)
+    if not unproven:
+        return Ground(layout, unbacked)
+    lacks = [*["reach the highest block ids"] * bool(reach), *["leave holes alone"] * bool(leave)]
+    return Ground(
+        layout,
+        unbacked,
+        f"attention backend {', '.join(unproven)} of {kernels.engine} {kernels.version} was not shown on {name} to "
+        f"{' and to '.join(lacks)}: layout {layout}, unbacked memory {unbacked}. `python -m kvcached.verify_kernels` shows "
+        "it or not, once; KVCACHED_LAYOUT and KVCACHED_UNBACKED decide otherwise",
+    )
+
+
+def weakest(grounds: Sequence[Ground]) -> Ground:
+    """What all of several ranks bear."""
+    return Ground(
+        "per-layer" if any(ground.layout == "per-layer" for ground in grounds) else "chunked",
+        "zero" if any(ground.unbacked == "zero" for ground in grounds) else "hole",
+    )

@@ -196,7 +196,7 @@ class ElasticAllocator:
     def settle(self) -> None:
         """Nothing is queued and every result was processed: whatever was freed leaves now."""
         if self._pending or self._settled < self.memory.latest_epoch:
-            self.memory.ftensor.synchronise()
+            self.memory.synchronise()
             self.collect(wait=True)
             self._settled = self.memory.latest_epoch
             self.memory.release_through(self._settled)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcached.errors import KVCachedError
 from kvcached.integration.memory import EngineMemory
+from kvcached.integration.rank import RankMemory
 from kvcached.integration.refusal import decline, refuse
 from kvcached.integration.sglang import refusals
 from kvcached.integration.sglang.allocator import make_elastic
@@ -28,15 +29,16 @@ def checked(original: Any) -> Any:
 
     @functools.wraps(original)
     def configure(self: Any, *, pre_model_load_memory: Any) -> Any:
-        memory = EngineMemory.of(self.server_args)
-        if memory is None:
+        memory, rank = EngineMemory.of(self.server_args), RankMemory.of(self.server_args)
+        if memory is None or rank is None:
             return original(self, pre_model_load_memory=pre_model_load_memory)
         try:
             refusals.check_model(self)
-            memory.attended_by(self.server_args.get_attention_backends())
+            rank.attended_by(self.server_args.get_attention_backends())
             return _all_elastic(original(self, pre_model_load_memory=pre_model_load_memory))
         except KVCachedError as error:
             EngineMemory.detach(self.server_args)
+            RankMemory.detach(self.server_args)
             memory.close()
             decline(error)
         # Nothing has been handed out. Outside the handler, whose error holds what was built: that is gone by now, and
@@ -53,8 +55,8 @@ def elastic_pool(original: Any) -> Any:
     def _build_mha_kv_pool(
         self: Any, *, max_total_num_tokens: int, mha_pool_class: Any, quant_method: Any = None
     ) -> Any:
-        memory = EngineMemory.of(self.server_args)
-        if memory is None:
+        memory, rank = EngineMemory.of(self.server_args), RankMemory.of(self.server_args)
+        if memory is None or rank is None:
             return original(
                 self,
                 max_total_num_tokens=max_total_num_tokens,
@@ -62,13 +64,12 @@ def elastic_pool(original: Any) -> Any:
                 quant_method=quant_method,
             )
         refusals.check_pool_class(mha_pool_class, quant_method)
-        memory.reserve(
-            agree(self, max_total_num_tokens), f"cuda:{self.gpu_id}" if self.device == "cuda" else "cpu"
-        )
+        device = f"cuda:{self.gpu_id}" if self.device == "cuda" else "cpu"
+        rank.reserve(memory.decide(agree(self, max_total_num_tokens), [rank.survey(device)]), device)
         return original(
             self,
             max_total_num_tokens=max_total_num_tokens,
-            mha_pool_class=functools.partial(ElasticMHATokenToKVPool, memory=memory),
+            mha_pool_class=functools.partial(ElasticMHATokenToKVPool, rank=rank),
             quant_method=None,
         )
 

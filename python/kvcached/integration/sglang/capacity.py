@@ -12,8 +12,8 @@ import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvcached.integration.memory import EngineMemory
 from kvcached.integration.own_use import OwnUse
+from kvcached.integration.rank import RankMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,9 +29,9 @@ def own_use_from_here(original: Any) -> Any:
     @functools.wraps(original)
     def init_torch_distributed(self: Any) -> Any:
         result = original(self)
-        memory = EngineMemory.of(self.server_args)
-        if memory is not None and self.device == "cuda":
-            memory.own_use = OwnUse.of_device(self.gpu_id)
+        rank = RankMemory.of(self.server_args)
+        if rank is not None and self.device == "cuda":
+            rank.own_use = OwnUse.of_device(self.gpu_id)
         return result
 
     return init_torch_distributed
@@ -42,11 +42,11 @@ def measured_alone(original: Any) -> Any:
 
     @functools.wraps(original)
     def _profile_available_bytes(self: Any, pre_model_load_memory: float) -> int:
-        memory = EngineMemory.of(self.server_args)
-        if memory is None or memory.own_use is None:
+        rank = RankMemory.of(self.server_args)
+        if rank is None or rank.own_use is None:
             return int(original(self, pre_model_load_memory))
-        with _free_memory_is(memory.own_use):
-            return int(original(self, memory.own_use.free_at_start / GIB))
+        with _free_memory_is(rank.own_use):
+            return int(original(self, rank.own_use.free_at_start / GIB))
 
     return _profile_available_bytes
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvcached.integration import entry
 from kvcached.integration.memory import EngineMemory
 from kvcached.integration.patching import Seam, Versions
+from kvcached.integration.rank import RankMemory
 
 if TYPE_CHECKING:
     from kvcached.integration.patching import PatchSet
@@ -26,10 +27,16 @@ def _scheduler_init(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         EngineMemory.detach(server_args)
-        memory = entry.start("sglang", _version, engine_patches, lambda: _check_engine(server_args))
-        if memory is None:
+        RankMemory.detach(server_args)
+        launch = entry.start(
+            "sglang", _version, lambda version: [engine_patches(version)], lambda: _check_engine(server_args)
+        )
+        if launch is None:
             original(self, server_args, *args, **kwargs)
             return
+        rank = RankMemory(launch)
+        rank.attach(server_args)
+        memory = EngineMemory(launch, rank)
         memory.attach(server_args)
         original(self, server_args, *args, **kwargs)
         weakref.finalize(self, memory.close).atexit = False

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from kvcached.integration.memory import Agreement
+from kvcached.integration.plan import Agreement
 from kvcached.integration.refusal import refuse
 
 if TYPE_CHECKING:
-    from kvcached.integration.memory import EngineMemory
+    from kvcached.integration.rank import RankMemory
 
 __all__ = ["ElasticMHATokenToKVPool", "agree"]
 
@@ -48,24 +48,24 @@ class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]
 
     is_elastic = True
 
-    def __init__(self, *args: Any, memory: EngineMemory, **kwargs: Any) -> None:
-        self._memory = memory
+    def __init__(self, *args: Any, rank: RankMemory, **kwargs: Any) -> None:
+        self._rank = rank
         super().__init__(*args, **kwargs)
 
     def _create_buffers_normal(self) -> None:
         if self.use_hnd or self.kv_cache_layout != "nhd":
             refuse(f"KV cache layout {self.kv_cache_layout}")
-        rows = self._memory.ftensor.id_space * self.page_size
+        rows = self._rank.ftensor.id_space * self.page_size
         self.size = rows - self.page_size
         shape = (rows, self.head_num, self.head_dim)
-        tensors = self._memory.tensors()
+        tensors = self._rank.tensors()
         views = {name: raw.view(self.store_dtype).view(shape) for name, raw in tensors.items()}
         self.k_buffer = [views[f"k{layer}"] for layer in range(self.layer_num)]
         self.v_buffer = [views[f"v{layer}"] for layer in range(self.layer_num)]
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """(K, V) bytes of all usable tokens, as natively; not what is mapped now, nor the addresses."""
-        agreement = self._memory.agreement
-        assert agreement is not None
+        assert self._rank.plan is not None
+        agreement = self._rank.plan.agreement
         half = agreement.num_blocks * agreement.block_bytes * self.layer_num
         return half, half

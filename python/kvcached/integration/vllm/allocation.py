@@ -1,69 +1,98 @@
-"""The worker's side: it sees the id space where the scheduler counts blocks, and views our memory with its
-own code.
+"""The KV cache, from the moment it is agreed to the tensors that the workers view with their own code.
 
 Two counts must never meet. The scheduler plans with `num_blocks`; every tensor has `id_space` rows, and
 what a worker derives from a row count (views, copies of blocks) needs that number. So the worker is given a
-copy of the KV cache config, and the number that it writes back into the shared cache config is put right.
+copy of the KV cache config, and the number that it writes back into the cache config, which it may share with the scheduler, is
+put right.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcached.errors import KVCachedError
 from kvcached.integration.memory import EngineMemory
-from kvcached.integration.vllm import native, refusals
+from kvcached.integration.rank import RankMemory
+from kvcached.integration.remote import RemoteRanks
+from kvcached.integration.vllm import native, ranks, refusals
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
+    "closed_before_workers",
     "closed_with_executor",
     "kv_cache_views",
     "raw_tensors_v1",
     "raw_tensors_v2",
+    "reserved_on_all_ranks",
+    "unreachable_with_worker",
     "worker_sees_id_space",
 ]
 
 
-def worker_sees_id_space(original: Any) -> Any:
+def reserved_on_all_ranks(original: Any) -> Any:
     """Replacement of `Executor.initialize_from_config`: the last moment before anything is allocated."""
 
     @functools.wraps(original)
     def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> Any:
         memory = EngineMemory.of(self.cache_config)
-        if memory is None:
-            return original(self, kv_cache_configs)
-        try:
-            (config,) = kv_cache_configs
-            memory.reserve(refusals.agree(config), str(self.driver_worker.worker.device))
-        except KVCachedError as error:
-            native.run_natively(self, error)
-            return original(self, kv_cache_configs)
-        try:
-            return original(self, [worker_config(config, memory)])
-        finally:
-            # The worker shares this object with the scheduler and has written its own number there.
-            self.cache_config.num_gpu_blocks = config.num_blocks
+        if memory is not None:
+            try:
+                _reserve(self, memory, kv_cache_configs)
+            except KVCachedError as error:
+                native.run_natively(self, error)
+        return original(self, kv_cache_configs)
 
     return initialize_from_config
 
 
-def worker_config(config: Any, memory: EngineMemory) -> Any:
+def _reserve(executor: Any, memory: EngineMemory, kv_cache_configs: list[Any]) -> None:
+    plan = memory.decide(refusals.agree(kv_cache_configs), ranks.ask(executor, ranks.survey))
+    if isinstance(memory.ranks, RemoteRanks):
+        memory.ranks.served_at(ranks.ask(executor, ranks.reserve_and_serve, plan))
+    else:
+        ranks.ask(executor, ranks.reserve, plan)
+
+
+def worker_sees_id_space(original: Any) -> Any:
+    """Replacement of `WorkerWrapperBase.initialize_from_config`, where the worker is."""
+
+    @functools.wraps(original)
+    def initialize_from_config(self: Any, kv_cache_configs: Sequence[Any]) -> Any:
+        cache_config = self.vllm_config.cache_config
+        rank = RankMemory.of(cache_config)
+        if rank is None:
+            return original(self, kv_cache_configs)
+        configs = list(kv_cache_configs)
+        config = configs[self.global_rank]
+        configs[self.global_rank] = worker_config(config, rank)
+        try:
+            return original(self, configs)
+        finally:
+            cache_config.num_gpu_blocks = config.num_blocks
+
+    return initialize_from_config
+
+
+def worker_config(config: Any, rank: RankMemory) -> Any:
     """The KV cache config that the worker sees: one tensor a layer, each of `id_space` blocks."""
-    agreement, id_space = memory.agreement, memory.ftensor.id_space
-    assert agreement is not None
-    nbytes = id_space * agreement.block_bytes
+    assert rank.plan is not None
+    block_bytes, id_space = rank.plan.agreement.block_bytes, rank.ftensor.id_space
+    nbytes = id_space * block_bytes
     tensors = []
     for tensor in config.kv_cache_tensors:
         if hasattr(tensor, "shared_by"):
             tensors.append(dataclasses.replace(tensor, size=nbytes))
             continue
-        placed = {"layer_stride": nbytes, "block_stride": agreement.block_bytes, "offset": 0}
+        placed = {"layer_stride": nbytes, "block_stride": block_bytes, "offset": 0}
         tensors += [
             dataclasses.replace(tensor, size=nbytes, layers=[layer], **placed) for layer in tensor.layers
         ]
     changed = dataclasses.replace(config, num_blocks=id_space, kv_cache_tensors=tensors)
-    memory.attach(changed)
+    rank.attach(changed)
     return changed
 
 
@@ -72,10 +101,10 @@ def raw_tensors_v1(original: Any) -> Any:
 
     @functools.wraps(original)
     def _allocate_kv_cache_tensors(self: Any, kv_cache_config: Any) -> Any:
-        memory = EngineMemory.of(kv_cache_config)
-        if memory is None:  # profiling allocates a small cache of its own
+        rank = RankMemory.of(kv_cache_config)
+        if rank is None:  # profiling allocates a small cache of its own
             return original(self, kv_cache_config)
-        return memory.tensors()
+        return rank.tensors()
 
     return _allocate_kv_cache_tensors
 
@@ -85,10 +114,10 @@ def raw_tensors_v2(original: Any) -> Any:
 
     @functools.wraps(original)
     def _allocate_kv_cache(kv_cache_config: Any, shared_layers: dict[str, str], device: Any) -> Any:
-        memory = EngineMemory.of(kv_cache_config)
-        if memory is None:
+        rank = RankMemory.of(kv_cache_config)
+        if rank is None:
             return original(kv_cache_config, shared_layers, device)
-        return memory.tensors()
+        return rank.tensors()
 
     return _allocate_kv_cache
 
@@ -102,13 +131,13 @@ def kv_cache_views(original: Any) -> Any:
     def allocate_kv_cache(
         kv_cache_config: Any, device: Any, layout: Any, kernel_block_sizes: list[int] | None = None
     ) -> Any:
-        memory = EngineMemory.of(kv_cache_config)
-        if memory is None:
+        rank = RankMemory.of(kv_cache_config)
+        if rank is None:
             return original(kv_cache_config, device, layout, kernel_block_sizes)
         from vllm.v1.kv_cache_interface import create_kv_cache_views
 
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        views, raw = {}, memory.tensors()
+        views, raw = {}, rank.tensors()
         for tensor in kv_cache_config.kv_cache_tensors:
             (layer,) = tensor.layers
             (views[layer],) = create_kv_cache_views(
@@ -137,5 +166,33 @@ def closed_with_executor(original: Any) -> Any:
             memory = EngineMemory.of(self.cache_config)
             if memory is not None:
                 memory.close()
+
+    return shutdown
+
+
+def closed_before_workers(original: Any) -> Any:
+    """Replacement of `MultiprocExecutor.shutdown`, also called when a worker has died: the workers give the memory back and then end."""
+
+    @functools.wraps(original)
+    def shutdown(self: Any) -> Any:
+        memory = EngineMemory.of(self.cache_config)
+        if memory is not None:
+            memory.close()
+        return original(self)
+
+    return shutdown
+
+
+def unreachable_with_worker(original: Any) -> Any:
+    """Replacement of `WorkerWrapperBase.shutdown`, which a worker process calls on every way out but that of a kill: at the end of its engine,
+    when the engine's process has died, after a signal or an error of its own.
+    """
+
+    @functools.wraps(original)
+    def shutdown(self: Any) -> Any:
+        rank = RankMemory.of(self.vllm_config.cache_config)
+        if rank is not None:
+            rank.stop_serving()  # first: what follows may wait for ranks that have died
+        return original(self)
 
     return shutdown

@@ -13,8 +13,8 @@ import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvcached.integration.memory import EngineMemory
 from kvcached.integration.own_use import OwnUse
+from kvcached.integration.rank import RankMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,8 +31,8 @@ def budget_at_start(original: Any) -> Any:
 
     @functools.wraps(original)
     def request_memory(init_snapshot: Any, cache_config: Any) -> Any:
-        memory = EngineMemory.of(cache_config)
-        if memory is None:
+        rank = RankMemory.of(cache_config)
+        if rank is None:
             return original(init_snapshot, cache_config)
         native = dict(vars(init_snapshot))
 
@@ -40,9 +40,9 @@ def budget_at_start(original: Any) -> Any:
             vars(init_snapshot).update(native)
             original(init_snapshot, cache_config)
 
-        memory.on_refusal(undo)
-        memory.own_use = OwnUse.of_device(init_snapshot.device_)
-        init_snapshot.free_memory, init_snapshot.total_memory = memory.own_use.info()
+        rank.on_refusal(undo)
+        rank.own_use = OwnUse.of_device(init_snapshot.device_)
+        init_snapshot.free_memory, init_snapshot.total_memory = rank.own_use.info()
         init_snapshot.cuda_memory = init_snapshot.total_memory - init_snapshot.free_memory
         init_snapshot.non_torch_memory = init_snapshot.cuda_memory - init_snapshot.torch_memory
         return original(init_snapshot, cache_config)
@@ -55,10 +55,10 @@ def measured_alone(original: Any) -> Any:
 
     @functools.wraps(original)
     def determine_available_memory(self: Any) -> Any:
-        memory = EngineMemory.of(self.cache_config)
-        if memory is None or memory.own_use is None:
+        rank = RankMemory.of(self.cache_config)
+        if rank is None or rank.own_use is None:
             return original(self)
-        with _free_memory_is(memory.own_use):
+        with _free_memory_is(rank.own_use):
             return original(self)
 
     return determine_available_memory

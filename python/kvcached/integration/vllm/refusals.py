@@ -1,19 +1,33 @@
 """Which engines kvcached carries, and which it refuses by name. Nothing here changes anything.
 
-Asked at three moments, each as early as the answer is known: before the worker exists (`check_engine`),
-when the model is loaded and nothing has been profiled yet (`check_model`), and when the KV cache was laid
-out (`agree`).
+Asked at three moments, each as early as the answer is known: before the workers exist (`check_engine`),
+when the model is loaded and nothing has been profiled yet (`check_model`, in each worker, and `check_ranks`), and when the KV
+cache was laid out (`agree`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvcached.integration.memory import Agreement
+from kvcached.integration.plan import Agreement
 from kvcached.integration.refusal import refuse
 from kvcached.integration.vllm.backends import record_name
 
-__all__ = ["agree", "attention_backends", "check_engine", "check_model"]
+__all__ = [
+    "agree",
+    "attention_backends",
+    "check_engine",
+    "check_model",
+    "check_ranks",
+    "has_worker_processes",
+]
+
+
+def has_worker_processes(executor_class: type) -> bool:
+    """Whether an executor of this class runs its workers in processes of their own."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    return executor_class is MultiprocExecutor
 
 
 def check_engine(vllm_config: Any, executor_class: type) -> None:
@@ -31,17 +45,21 @@ def check_engine(vllm_config: Any, executor_class: type) -> None:
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         refuse(f"platform {current_platform.device_name}")
     for what, size in (
-        ("tensor parallelism", parallel.tensor_parallel_size),
         ("pipeline parallelism", parallel.pipeline_parallel_size),
         ("data parallelism", parallel.data_parallel_size),
         ("decode context parallelism", parallel.decode_context_parallel_size),
         ("prefill context parallelism", parallel.prefill_context_parallel_size),
-        ("a world", parallel.world_size),
+        ("a number of nodes", parallel.nnodes),
     ):
         if size > 1:
-            refuse(f"{what} of {size}")
-    if executor_class is not UniProcExecutor:
-        refuse(f"executor {executor_class.__name__}", "the executor must be 'uni', one worker in one process")
+            refuse(f"{what} of {size}", "tensor parallelism on one machine is")
+    if executor_class is not UniProcExecutor and not has_worker_processes(executor_class):
+        refuse(
+            f"executor {executor_class.__name__}",
+            "'uni' (one worker in the scheduler's process) and 'mp' (a process for each tensor parallel rank) are",
+        )
+    if parallel.world_size != parallel.tensor_parallel_size:
+        refuse(f"a world of {parallel.world_size} with tensor parallelism of {parallel.tensor_parallel_size}")
     if vllm_config.speculative_config is not None:
         refuse("speculative decoding")
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
@@ -61,6 +79,19 @@ def check_engine(vllm_config: Any, executor_class: type) -> None:
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     if scheduler not in (Scheduler, AsyncScheduler):
         refuse(f"scheduler class {scheduler.__name__}")
+
+
+def check_ranks(specs: list[dict[str, Any]]) -> None:
+    """Refuse ranks that do not have the same KV cache: a page is backed on all of them or on none.
+
+    Args:
+        specs: of each rank, the KV cache spec of each layer that has one.
+
+    Raises:
+        UnsupportedConfiguration: the ranks differ.
+    """
+    if any(each != specs[0] for each in specs):
+        refuse("a model whose ranks differ in their KV cache")
 
 
 def check_model(vllm_config: Any, specs: dict[str, Any]) -> None:
@@ -104,17 +135,24 @@ def attention_backends(vllm_config: Any, specs: dict[str, Any]) -> set[str]:
     return {record_name(layers[name]) for name in specs}
 
 
-def agree(kv_cache_config: Any) -> Agreement:
-    """What the engine laid out, in our words.
+def agree(kv_cache_configs: list[Any]) -> Agreement:
+    """What the engine laid out on every rank, in our words.
 
     Args:
-        kv_cache_config: vLLM's `KVCacheConfig`, of 0.26 (one tensor a layer) or of 0.29 (layers by
+        kv_cache_configs: vLLM's `KVCacheConfig` of each rank, of 0.26 (one tensor a layer) or of 0.29 (layers by
         strides).
 
     Raises:
         UnsupportedConfiguration: several groups, packed or shared tensors, blocks that are not one run of
-        bytes.
+        bytes, ranks that differ.
     """
+    agreement, *others = map(_agree, kv_cache_configs)
+    if any(other != agreement for other in others):
+        refuse("a KV cache that differs from rank to rank")
+    return agreement
+
+
+def _agree(kv_cache_config: Any) -> Agreement:
     groups, tensors = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
     if len(groups) != 1:
         refuse(f"a KV cache of {len(groups)} groups")

@@ -5,6 +5,10 @@ and its blocks be freed, while a queued batch still reads them. Each scheduled b
 scheduler processes a batch's output only when its GPU work has ended, and that ends the epoch. A page
 emptied meanwhile stays mapped until the latest epoch begun by then has ended. Batches end in the order in
 which they were scheduled; one that never comes back is covered by the next that does.
+
+Of several ranks the scheduler hears the output of one. When that has ended its work, the others have ended all of theirs that touches
+the KV cache: a layer's attention comes before the sum over all ranks that ends the layer, and the output after the last of those sums.
+What they still run reads no page; and each rank waits for its device before it unmaps.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ def end_step(original: Any) -> Any:
         if epoch < memory.latest_epoch and not self.has_unfinished_requests():
             # The batch queued behind this one is the last for now, and whoever drives the engine may never
             # ask for its output: what it reads would stay mapped while the engine idles.
-            memory.ftensor.synchronise()
+            memory.synchronise()
             epoch = memory.latest_epoch
         memory.release_through(epoch)
         return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcached.integration.patching import PatchSet, Seam, Versions, supported
 from kvcached.integration.vllm import allocation, block_pool, capacity, release, warmup
 
-__all__ = ["SUPPORTED", "patch_set"]
+__all__ = ["SUPPORTED", "scheduler_set", "worker_set"]
 
 V26 = Versions("0.26", "0.27")
 V29 = Versions("0.29", "0.30")
@@ -16,31 +16,44 @@ _CORE = "vllm.v1.core"
 _WORKER = "vllm.v1.worker"
 
 
-def patch_set(version: str, device_type: str) -> PatchSet:
-    """The seams for one version.
+def scheduler_set(version: str) -> PatchSet:
+    """The seams of the process that holds an engine's scheduler and its executor.
 
     Args:
         version: vLLM's, "0.29.0+cpu" for instance.
+
+    Raises:
+        SeamError: a version that we do not carry.
+    """
+    versions = supported("vllm", version, SUPPORTED)
+    return PatchSet("vllm", [*_executor(versions), *_scheduler(versions), *_relied_on(versions)])
+
+
+def worker_set(version: str, device_type: str) -> PatchSet:
+    """The seams of a process that holds a worker, which may be the same.
+
+    Args:
+        version: vLLM's.
         device_type: "cuda" or "cpu": the CPU build has no memory profile and no V2 warm-up to seam.
 
     Raises:
         SeamError: a version that we do not carry.
     """
     versions = supported("vllm", version, SUPPORTED)
-    seams = [*_engine(versions), *_scheduler(versions), *_relied_on(versions), *_allocation(versions)]
+    seams = [*_worker(versions), *_allocation(versions)]
     if device_type == "cuda":
         seams += _gpu_worker(versions)
     return PatchSet("vllm", seams)
 
 
-def _engine(versions: Versions) -> list[Seam]:
+def _executor(versions: Versions) -> list[Seam]:
     return [
         Seam(
             f"{_EXECUTOR}.abstract:Executor.initialize_from_config",
-            allocation.worker_sees_id_space,
+            allocation.reserved_on_all_ranks,
             ("self", "kv_cache_configs"),
             versions,
-            "the KV cache is agreed, not yet allocated: reserve addresses, show the worker the id space",
+            "the KV cache is agreed, not yet allocated: have its addresses reserved",
         ),
         Seam(
             f"{_EXECUTOR}.uniproc_executor:UniProcExecutor.shutdown",
@@ -48,6 +61,47 @@ def _engine(versions: Versions) -> list[Seam]:
             ("self",),
             versions,
             "the worker is gone: give the memory back",
+        ),
+        Seam(
+            f"{_EXECUTOR}.multiproc_executor:MultiprocExecutor.shutdown",
+            allocation.closed_before_workers,
+            ("self",),
+            versions,
+            "the workers are about to end: have them give the memory back",
+        ),
+        Seam(
+            f"{_EXECUTOR}.multiproc_executor:MultiprocExecutor.collective_rpc",
+            None,
+            ("self", "method", "timeout", "args", "kwargs", "non_block", "unique_reply_rank", ...),
+            versions,
+            "the way to the workers",
+        ),
+        Seam(
+            f"{_EXECUTOR}.uniproc_executor:UniProcExecutor.collective_rpc",
+            None,
+            ("self", "method", "timeout", "args", "kwargs", "non_block", "single_value"),
+            versions,
+            "the way to the worker",
+        ),
+    ]
+
+
+def _worker(versions: Versions) -> list[Seam]:
+    wrapper = f"{_WORKER}.worker_base:WorkerWrapperBase"
+    return [
+        Seam(
+            f"{wrapper}.initialize_from_config",
+            allocation.worker_sees_id_space,
+            ("self", "kv_cache_configs"),
+            versions,
+            "the worker sees the id space where the scheduler counts blocks",
+        ),
+        Seam(
+            f"{wrapper}.shutdown",
+            allocation.unreachable_with_worker,
+            ("self",),
+            versions,
+            "a worker that ends is no longer reached",
         ),
     ]
 

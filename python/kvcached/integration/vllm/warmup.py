@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from kvcached.integration.memory import EngineMemory
+from kvcached.integration.rank import RankMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,23 +25,23 @@ def back_made_up_blocks(original: Any) -> Any:
     @functools.wraps(original)
     def warm_up(model_runner: Any, worker_execute_model: Any, *args: Any, **kwargs: Any) -> Any:
         config = model_runner.kv_cache_config
-        memory = EngineMemory.of(config)
-        if memory is None:
+        rank = RankMemory.of(config)
+        if rank is None:
             return original(model_runner, worker_execute_model, *args, **kwargs)
-        assert memory.agreement is not None
+        assert rank.plan is not None
         backed: set[int] = set()
 
         def execute_model(scheduler_output: Any) -> Any:
-            backed.update(memory.back_rows(_block_ids(scheduler_output)))
+            backed.update(rank.back_rows(_block_ids(scheduler_output)))
             return worker_execute_model(scheduler_output)
 
         id_space = config.num_blocks
-        config.num_blocks = memory.agreement.num_blocks  # warm-up caps its requests by it
+        config.num_blocks = rank.plan.agreement.num_blocks  # warm-up caps its requests by it
         try:
             return original(model_runner, execute_model, *args, **kwargs)
         finally:
             config.num_blocks = id_space
-            memory.unback(backed)
+            rank.unback(backed)
 
     return warm_up
 

@@ -1,0 +1,320 @@
+"""Tensor parallel vLLM on several GPUs: the same tokens as natively, the same memory on every rank, and an end when a worker is killed.
+
+    python -m tests.gpu.tp_tokens --tp 2 --passes 2 --kill-worker --out tp.json
+
+Each engine runs in a process of its own with its scheduler in it (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that native vLLM repeats
+itself and its tokens can be compared pass by pass: native twice, then elastic; with `--own-process` also elastic as users run it, the scheduler
+in vLLM's engine process, whose tokens are not compared. CUDA graphs are on unless `--eager`. Prints and writes JSON; exit status 1 where
+something does not hold. Needs no network; on a machine without a GPU it runs on the CPU build, with float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import glob
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import harness
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RUN_TIMEOUT_S = 900
+END_TIMEOUT_S = 120
+SAMPLE_S = 0.25
+MIB = 1 << 20
+
+
+# ------------------------------------------------------------ asked of each worker
+
+
+def worker_state(worker: Any) -> dict[str, Any]:
+    """Memory of one rank: its own count of pages, and the device as the driver sees it."""
+    import torch
+
+    from kvcached.integration.rank import RankMemory
+
+    rank = RankMemory.of(worker.vllm_config.cache_config)
+    state: dict[str, Any] = {"pid": os.getpid(), "rank": worker.rank, "device": str(worker.device)}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        state["device_used_mib"] = (total - free) // MIB
+    if rank is not None:
+        ftensor = rank.ftensor
+        state |= {
+            "address": rank.address,
+            "kv_mapped_bytes": ftensor.mapped_bytes,
+            "pages": ftensor.mapped_pages(),
+            "geometry": ftensor.geometry.explain(),
+            "unbacked": ftensor.unbacked,
+        }
+    return state
+
+
+# ------------------------------------------------------------ one engine
+
+
+def run_engine(args: argparse.Namespace) -> None:
+    """The child: prints a `RESULT {json}` line for each event."""
+    import vllm
+
+    model = harness.model_folder(args.size, args.device)
+    begin = time.monotonic()
+    options: dict[str, Any] = {
+        "model": model,
+        "dtype": harness.dtype_of(args.device),
+        "skip_tokenizer_init": True,
+        "max_model_len": args.max_model_len,
+        "enforce_eager": args.eager,
+        "enable_prefix_caching": True,
+        "seed": 0,
+        "disable_log_stats": True,
+        "tensor_parallel_size": args.tp,
+    }
+    if args.device == "cuda":
+        options["gpu_memory_utilization"] = args.fraction
+    llm = vllm.LLM(**options)
+    report("start", seconds=time.monotonic() - begin, vllm=vllm.__version__, workers=states(llm))
+    sampling = vllm.SamplingParams(
+        temperature=0.0, max_tokens=args.output_tokens, ignore_eos=True, detokenize=False
+    )
+    prompts = harness.prompts(1, args.requests, args.input_tokens)
+
+    def generate() -> list[list[int]]:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        generate.hits = sum(output.num_cached_tokens or 0 for output in outputs)  # type: ignore[attr-defined]
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    for number in range(args.passes):
+        begin = time.monotonic()
+        with sampled(args.name) as over_time:
+            tokens = generate()
+        seconds = time.monotonic() - begin
+        report(
+            "pass",
+            number=number,
+            digest=harness.digest(tokens),
+            hits=generate.hits,  # type: ignore[attr-defined]
+            seconds=seconds,
+            tokens_per_s=args.requests * args.output_tokens / seconds,
+            kv_over_time=over_time,
+            workers=states(llm),
+        )
+    llm.reset_prefix_cache()
+    time.sleep(2)
+    report("idle", workers=states(llm), kv=harness.kv_state())
+    if args.kill_worker:
+        kill_a_worker(llm, generate)
+    begin = time.monotonic()
+    llm.llm_engine.engine_core.shutdown()
+    report("end", seconds=time.monotonic() - begin)
+
+
+def states(llm: Any) -> list[dict[str, Any]]:
+    return list(llm.collective_rpc(worker_state))
+
+
+def kill_a_worker(llm: Any, generate: Any) -> None:
+    """The last rank's process is killed while requests run."""
+    workers = states(llm)
+    victim = workers[-1]["pid"]
+    killed_at = [0.0]
+
+    def kill() -> None:
+        killed_at[0] = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+
+    timer = threading.Timer(0.5, kill)
+    timer.start()
+    error = "none"
+    try:
+        for _ in range(1000):
+            generate()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    report("killed", seconds=time.monotonic() - killed_at[0], error=error, workers=workers)
+
+
+@contextlib.contextmanager
+def sampled(name: str) -> Iterator[list[dict[str, float]]]:
+    """KV memory (of one rank) over time, as any other process sees it."""
+    samples: list[dict[str, float]] = []
+    if not name:
+        yield samples
+        return
+    end, begin = threading.Event(), time.monotonic()
+
+    def sample() -> None:
+        while not end.wait(SAMPLE_S):
+            if state := harness.kv_state():
+                samples.append({"s": round(time.monotonic() - begin, 2), **state})
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        end.set()
+        thread.join()
+
+
+def report(event: str, **facts: Any) -> None:
+    print("RESULT", json.dumps({"event": event} | facts), flush=True)
+
+
+# ------------------------------------------------------------ all of them
+
+
+def child(label: str, args: argparse.Namespace, elastic: bool, own_process: bool = False) -> dict[str, Any]:
+    """One engine, what it reported, and what it left behind."""
+    environ = {k: v for k, v in os.environ.items() if "KVCACHED" not in k}
+    name = f"tp-{label}-{os.getpid()}" if elastic else ""
+    environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
+    # A function of ours goes to the workers by vLLM's RPC: that of another process takes it only so.
+    environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if elastic:
+        environ |= {"ENABLE_KVCACHED": "true", "KVCACHED_STRICT": "1", "KVCACHED_IPC_NAME": name}
+    command = [sys.executable, "-m", "tests.gpu.tp_tokens", "--child", "--name", name, *args.passed_on]
+    before = leftovers()
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=environ, stdout=subprocess.PIPE, text=True, timeout=RUN_TIMEOUT_S, check=False
+        )
+        status: int | str = done.returncode
+        lines = done.stdout.splitlines()
+    except subprocess.TimeoutExpired as expired:
+        status = "did not end"
+        lines = (expired.stdout or b"").decode().splitlines()
+    events = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
+    pids = {worker["pid"] for event in events for worker in event.get("workers", ())}
+    return {
+        "label": label,
+        "status": status,
+        "seconds": time.monotonic() - begin,
+        "events": events,
+        "left": sorted(set(leftovers()) - set(before)),
+        "left_processes": still_there(pids),
+    }
+
+
+def leftovers() -> list[str]:
+    """Files of ours that outlive their engine where something is wrong: sockets, and records in shared memory."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "/nonexistent")
+    patterns = [f"/tmp/kvcached-{os.geteuid()}/*", f"{runtime}/kvcached/*", "/dev/shm/*kvcached*/*"]
+    return [path for pattern in patterns for path in glob.glob(pattern)]
+
+
+def still_there(pids: set[int]) -> list[int]:
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and not zombie(pid)]:
+        if time.monotonic() > deadline:
+            return alive
+        time.sleep(0.1)
+    return []
+
+
+def zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def of(run: dict[str, Any], event: str) -> list[dict[str, Any]]:
+    return [each for each in run["events"] if each["event"] == event]
+
+
+def digests(run: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(each["digest"], each["hits"]) for each in of(run, "pass")]
+
+
+def verdicts(runs: dict[str, dict[str, Any]], args: argparse.Namespace) -> dict[str, bool]:
+    """What must hold, by name."""
+    native, again, elastic = (digests(runs[label]) for label in ("native", "native-again", "elastic"))
+    found = {
+        "native repeats itself": len(native) == args.passes and native == again,
+        "elastic equals native, pass by pass, prefix hits too": elastic == native,
+    }
+    for label, run in runs.items():
+        ended = run["status"] == 0 and len(of(run, "pass")) == args.passes and bool(of(run, "end"))
+        found[f"{label}: runs and ends in order"] = ended
+        found[f"{label}: leaves nothing"] = not run["left"] and not run["left_processes"]
+        if label.startswith("native"):
+            continue
+        seen = [event["workers"] for event in run["events"] if event.get("workers")]
+        found[f"{label}: every rank is elastic"] = all("pages" in w for workers in seen for w in workers)
+        found[f"{label}: the same geometry on all ranks"] = all(
+            len({(w["geometry"], w["unbacked"]) for w in workers}) == 1 for workers in seen
+        )
+        found[f"{label}: the same pages on all ranks at rest"] = all(
+            len({tuple(w["pages"]) for w in event["workers"]}) == 1 for event in of(run, "idle")
+        )
+        found[f"{label}: memory goes back"] = all(
+            len(w["pages"]) < 16 for event in of(run, "idle") for w in event["workers"]
+        )
+    if args.kill_worker:
+        killed = of(runs["elastic-killed"], "killed")
+        found["a killed worker ends the engine"] = bool(killed) and all(
+            event["seconds"] < END_TIMEOUT_S and event["error"] != "none" for event in killed
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--size", default="1b", help="a key of demo/model.py")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--input-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--fraction", type=float, default=0.5, help="gpu_memory_utilization")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--kill-worker", action="store_true")
+    parser.add_argument("--own-process", action="store_true", help="also with vLLM's engine process")
+    parser.add_argument("--out", help="a file for the JSON")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        run_engine(args)
+        return 0
+    given = [word for word in sys.argv[1:] if word not in ("--kill-worker", "--own-process")]
+    args.passed_on = given
+    runs = {
+        "native": child("native", args, elastic=False),
+        "native-again": child("native-again", args, elastic=False),
+        "elastic": child("elastic", args, elastic=True),
+    }
+    if args.own_process:
+        runs["elastic-own-process"] = child("elastic-own-process", args, elastic=True, own_process=True)
+    if args.kill_worker:
+        args.passed_on = [*given, "--kill-worker"]
+        runs["native-killed"] = child("native-killed", args, elastic=False)
+        runs["elastic-killed"] = child("elastic-killed", args, elastic=True)
+    found = verdicts(runs, args)
+    outcome = {"ok": all(found.values()), "verdicts": found, "runs": list(runs.values())}
+    if args.out:
+        Path(args.out).write_text(json.dumps(outcome, indent=1))
+    for what, holds in found.items():
+        print("ok  " if holds else "FAIL", what)
+    print("TP_TOKENS", json.dumps({"ok": outcome["ok"], "digests": {k: digests(r) for k, r in runs.items()}}))
+    return 0 if outcome["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
