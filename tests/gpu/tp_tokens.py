@@ -3,9 +3,10 @@
     python -m tests.gpu.tp_tokens --tp 2 --passes 2 --kill-worker --out tp.json
 
 Each engine runs in a process of its own with its scheduler in it (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that native vLLM repeats
-itself and its tokens can be compared pass by pass: native twice, then elastic; with `--own-process` also elastic as users run it, the scheduler
-in vLLM's engine process, whose tokens are not compared. CUDA graphs are on unless `--eager`. Prints and writes JSON; exit status 1 where
-something does not hold. Needs no network; on a machine without a GPU it runs on the CPU build, with float32.
+itself and its tokens can be compared pass by pass: native once for the compile cache and twice to compare, then elastic; with `--own-process`
+also elastic as users run it, the scheduler in vLLM's engine process, whose tokens are not compared. CUDA graphs are on unless
+`--eager`. Prints and writes JSON; exit status 1 where something does not hold. Needs no network, and with `--device cpu` no GPU. Where
+a command may not take so long: `--runs cold,native`, then `--runs native-again,elastic`, with one `--out`.
 """
 
 from __future__ import annotations
@@ -174,7 +175,14 @@ def report(event: str, **facts: Any) -> None:
 # ------------------------------------------------------------ all of them
 
 
-def child(label: str, args: argparse.Namespace, elastic: bool, own_process: bool = False) -> dict[str, Any]:
+def child(
+    label: str,
+    args: argparse.Namespace,
+    *,
+    elastic: bool,
+    own_process: bool = False,
+    kill_worker: bool = False,
+) -> dict[str, Any]:
     """One engine, what it reported, and what it left behind."""
     environ = {k: v for k, v in os.environ.items() if "KVCACHED" not in k}
     name = f"tp-{label}-{os.getpid()}" if elastic else ""
@@ -183,7 +191,20 @@ def child(label: str, args: argparse.Namespace, elastic: bool, own_process: bool
     environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if elastic:
         environ |= {"ENABLE_KVCACHED": "true", "KVCACHED_STRICT": "1", "KVCACHED_IPC_NAME": name}
-    command = [sys.executable, "-m", "tests.gpu.tp_tokens", "--child", "--name", name, *args.passed_on]
+    same = (
+        "tp",
+        "passes",
+        "size",
+        "device",
+        "requests",
+        "input_tokens",
+        "output_tokens",
+        "max_model_len",
+        "fraction",
+    )
+    options = [word for key in same for word in (f"--{key.replace('_', '-')}", str(getattr(args, key)))]
+    options += ["--eager"] * args.eager + ["--kill-worker"] * kill_worker
+    command = [sys.executable, "-m", "tests.gpu.tp_tokens", "--child", "--name", name, *options]
     before = leftovers()
     begin = time.monotonic()
     try:
@@ -239,35 +260,56 @@ def digests(run: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def verdicts(runs: dict[str, dict[str, Any]], args: argparse.Namespace) -> dict[str, bool]:
-    """What must hold, by name."""
-    native, again, elastic = (digests(runs[label]) for label in ("native", "native-again", "elastic"))
-    found = {
-        "native repeats itself": len(native) == args.passes and native == again,
-        "elastic equals native, pass by pass, prefix hits too": elastic == native,
-    }
+    """What must hold of the runs that there are, by name."""
+    found = {}
+    if {"native", "native-again"} <= runs.keys():
+        native = digests(runs["native"])
+        found["native repeats itself"] = len(native) == args.passes and native == digests(
+            runs["native-again"]
+        )
+    if {"native", "elastic"} <= runs.keys():
+        same = digests(runs["native"]) == digests(runs["elastic"])
+        found["elastic equals native, pass by pass, prefix hits too"] = same
     for label, run in runs.items():
         ended = run["status"] == 0 and len(of(run, "pass")) == args.passes and bool(of(run, "end"))
         found[f"{label}: runs and ends in order"] = ended
         found[f"{label}: leaves nothing"] = not run["left"] and not run["left_processes"]
-        if label.startswith("native"):
-            continue
-        seen = [event["workers"] for event in run["events"] if event.get("workers")]
-        found[f"{label}: every rank is elastic"] = all("pages" in w for workers in seen for w in workers)
-        found[f"{label}: the same geometry on all ranks"] = all(
-            len({(w["geometry"], w["unbacked"]) for w in workers}) == 1 for workers in seen
-        )
-        found[f"{label}: the same pages on all ranks at rest"] = all(
-            len({tuple(w["pages"]) for w in event["workers"]}) == 1 for event in of(run, "idle")
-        )
-        found[f"{label}: memory goes back"] = all(
-            len(w["pages"]) < 16 for event in of(run, "idle") for w in event["workers"]
-        )
-    if args.kill_worker:
-        killed = of(runs["elastic-killed"], "killed")
-        found["a killed worker ends the engine"] = bool(killed) and all(
-            event["seconds"] < END_TIMEOUT_S and event["error"] != "none" for event in killed
-        )
+        for event in of(run, "killed"):
+            noticed = event["seconds"] < END_TIMEOUT_S and event["error"] != "none"
+            found[f"{label}: a killed worker ends the engine"] = noticed
+        if label.startswith("elastic"):
+            found |= {f"{label}: {what}": holds for what, holds in elastic_verdicts(run).items()}
     return found
+
+
+def elastic_verdicts(run: dict[str, Any]) -> dict[str, bool]:
+    """What must hold of every rank's memory."""
+    seen = [event["workers"] for event in run["events"] if event.get("workers")]
+    if not seen or not all("pages" in worker for workers in seen for worker in workers):
+        return {"every rank is elastic": False}
+    at_rest = [event["workers"] for event in of(run, "idle")]
+    return {
+        "every rank is elastic": True,
+        "the same geometry on all ranks": all(
+            len({(worker["geometry"], worker["unbacked"]) for worker in workers}) == 1 for workers in seen
+        ),
+        "the same pages on all ranks at rest": all(
+            len({tuple(worker["pages"]) for worker in workers}) == 1 for workers in at_rest
+        ),
+        "memory goes back": all(len(worker["pages"]) < 16 for workers in at_rest for worker in workers),
+    }
+
+
+#: By label: what is added to the arguments, and to `child`. The first of each kind fills vLLM's compile cache, which tokens depend on.
+RUNS: dict[str, dict[str, Any]] = {
+    "cold": {"elastic": False},
+    "native": {"elastic": False},
+    "native-again": {"elastic": False},
+    "elastic": {"elastic": True},
+    "elastic-own-process": {"elastic": True, "own_process": True},
+    "native-killed": {"elastic": False, "kill_worker": True},
+    "elastic-killed": {"elastic": True, "kill_worker": True},
+}
 
 
 def main() -> int:
@@ -284,36 +326,38 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--fraction", type=float, default=0.5, help="gpu_memory_utilization")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--kill-worker", action="store_true")
+    parser.add_argument("--kill-worker", action="store_true", help="also the runs that end so")
     parser.add_argument("--own-process", action="store_true", help="also with vLLM's engine process")
-    parser.add_argument("--out", help="a file for the JSON")
+    parser.add_argument("--runs", help=f"only these of {','.join(RUNS)}")
+    parser.add_argument(
+        "--out", help="a file for the JSON; what another call has put there is kept and judged with the rest"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         run_engine(args)
         return 0
-    given = [word for word in sys.argv[1:] if word not in ("--kill-worker", "--own-process")]
-    args.passed_on = given
-    runs = {
-        "native": child("native", args, elastic=False),
-        "native-again": child("native-again", args, elastic=False),
-        "elastic": child("elastic", args, elastic=True),
-    }
-    if args.own_process:
-        runs["elastic-own-process"] = child("elastic-own-process", args, elastic=True, own_process=True)
-    if args.kill_worker:
-        args.passed_on = [*given, "--kill-worker"]
-        runs["native-killed"] = child("native-killed", args, elastic=False)
-        runs["elastic-killed"] = child("elastic-killed", args, elastic=True)
+    chosen = args.runs.split(",") if args.runs else list(RUNS)
+    out = Path(args.out) if args.out else None
+    runs: dict[str, dict[str, Any]] = json.loads(out.read_text())["runs"] if out and out.exists() else {}
+    for label, how in RUNS.items():
+        wanted = (args.own_process or "own_process" not in how) and (
+            args.kill_worker or "kill_worker" not in how
+        )
+        if label in chosen and (wanted or args.runs):
+            runs[label] = child(label, args, **how)
+            found = verdicts(runs, args)
+            outcome = {"ok": all(found.values()), "verdicts": found, "runs": runs}
+            if out:
+                out.write_text(json.dumps(outcome, indent=1))
+            print(label, "status", runs[label]["status"], f"{runs[label]['seconds']:.0f} s", flush=True)
     found = verdicts(runs, args)
-    outcome = {"ok": all(found.values()), "verdicts": found, "runs": list(runs.values())}
-    if args.out:
-        Path(args.out).write_text(json.dumps(outcome, indent=1))
     for what, holds in found.items():
         print("ok  " if holds else "FAIL", what)
-    print("TP_TOKENS", json.dumps({"ok": outcome["ok"], "digests": {k: digests(r) for k, r in runs.items()}}))
-    return 0 if outcome["ok"] else 1
+    shown = {label: digests(run) for label, run in runs.items()}
+    print("TP_TOKENS", json.dumps({"ok": all(found.values()), "digests": shown}))
+    return 0 if all(found.values()) else 1
 
 
 if __name__ == "__main__":
