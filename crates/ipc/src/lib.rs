@@ -1,7 +1,14 @@
-//! Ranks that agree: how a coordinator process maps and unmaps pages on the worker ranks that own
-//! the GPU mappings (tensor and pipeline parallel engines).
+//! Ranks that agree: how a coordinator process maps and unmaps pages on the worker ranks that own the GPU mappings (tensor
+//! and pipeline parallel engines).
 //!
-//! This room is empty on purpose. It will hold a sans-I/O protocol core
-//! (`step(state, event) -> (state, effects)`), its wire format and its transports. Until then an
-//! engine runs with its scheduler and its one worker in one process, where the pool calls the
-//! mapper directly, and engines of several ranks are refused by name.
+//! The protocol is two cores without a clock, a thread or a socket: [`coordinator::Coordinator`] and [`rank::Rank`] take an
+//! event and return effects. Production, the model checker, the simulator and the fuzzer run these same functions. [`message`]
+//! is what the two say to each other, [`wire`] its bytes, [`runs`] how sets of pages travel.
+
+#![forbid(unsafe_code)]
+
+pub mod coordinator;
+pub mod message;
+pub mod rank;
+pub mod runs;
+pub mod wire;

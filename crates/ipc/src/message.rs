@@ -1,5 +1,7 @@
 //! What coordinator and ranks say to each other. Pure data; `wire` has its bytes.
 
+use std::fmt;
+
 use crate::runs::Runs;
 
 /// Names one exchange of a coordinator, and what is remembered of it. Grows within an epoch, across all groups' pools of one
@@ -16,6 +18,12 @@ pub struct Member {
     pub stage: u16,
     /// Rank within the stage, from 0.
     pub rank: u16,
+}
+
+impl fmt::Display for Member {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of stage {}", self.rank, self.stage)
+    }
 }
 
 /// A message and what it is about.
@@ -57,7 +65,7 @@ pub enum Request {
     Commit,
     /// Undo the transaction: map back what it keeps, or unmap what it mapped anew. Answered by `Aborted` or `Refused`.
     Abort,
-    /// How did the transaction go? Answered at once, also while driver work is under way, by what that was answered, or by
+    /// How does the transaction stand? Answered at once, also while driver work is under way, by what was answered last, or by
     /// `Running` or `Unknown`.
     Query,
     /// Wait for all work on the device. Answered by `Passed` or `Failed`.
@@ -102,7 +110,7 @@ pub enum Body {
     },
     /// The driver refused; what was begun has been undone but for what is said here.
     Failed(Failure),
-    /// To `Query`: it is being worked on, or waits for what is.
+    /// To `Query`, and to a request that is repeated: it is being worked on, or waits for what is.
     Running,
     /// To `Query`: never heard of it.
     Unknown,
@@ -161,7 +169,7 @@ pub struct Failure {
 pub enum Refusal {
     /// Of a term that is over.
     StaleEpoch,
-    /// The transaction was decided the other way.
+    /// The transaction was decided the other way, or what it mapped has since been unmapped by another.
     Decided,
     /// The transaction was begun with other pages or as another request.
     Different,
@@ -175,10 +183,30 @@ pub enum Refusal {
     NoSuchGroup,
     /// The rank is another stage or rank than the frame says.
     NotMe,
-    /// A page outside the group.
+    /// A page outside the group, or no page at all.
     OutOfRange,
     /// Too much is waiting already.
     Overloaded,
     /// The request is of a kind that this rank does not know.
     UnknownKind,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Refusal::StaleEpoch => {
+                "another coordinator has taken the group over, or this one's term has ended"
+            }
+            Refusal::Decided => "the transaction was decided the other way",
+            Refusal::Different => "the transaction was begun as something else",
+            Refusal::Forgotten => "the transaction is older than everything that is remembered",
+            Refusal::Pending => "another unmapping is not decided",
+            Refusal::Unprepared => "the transaction was not prepared",
+            Refusal::NoSuchGroup => "there is no such group",
+            Refusal::NotMe => "this is another rank",
+            Refusal::OutOfRange => "a page is outside the group",
+            Refusal::Overloaded => "too much is waiting already",
+            Refusal::UnknownKind => "the request is of a kind that is not known",
+        })
+    }
 }
