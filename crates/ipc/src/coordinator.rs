@@ -249,6 +249,11 @@ impl Coordinator {
         self.broken.as_deref()
     }
 
+    /// Whether the member (an index into the list of members) is lost.
+    pub fn is_lost(&self, member: usize) -> bool {
+        self.lost.get(member) == Some(&true)
+    }
+
     /// Operations that have started and not finished.
     pub fn num_open(&self) -> usize {
         self.under_way.len() + self.queue.len()

@@ -11,4 +11,6 @@ pub mod coordinator;
 pub mod message;
 pub mod rank;
 pub mod runs;
+#[cfg(feature = "sim")]
+pub mod sim;
 pub mod wire;

@@ -181,6 +181,9 @@ impl Exchange {
 
     /// Takes in what members say of pages that are lost, and the first failure.
     pub fn note(&mut self, member: Member, body: &Body) {
+        if self.kind == Kind::Bye {
+            return; // refused, its term is over as well
+        }
         let (failure, lost) = match (body, self.kind.pages()) {
             (Body::Aborted { lost }, _) => (None, lost.clone()),
             // All or none: what is not mapped as before is in no state that the group knows.
