@@ -2,10 +2,12 @@
 //! is encoded to the very bytes it came from.
 #![no_main]
 
+mod frames;
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvcached_ipc::message::{Answer, Body, Created, Failure, Frame, Member, Message, Refusal, Request};
+use kvcached_ipc::message::{Answer, Body, Frame, Member, Message};
 use kvcached_ipc::runs::Runs;
 use kvcached_ipc::wire::{self, Decoded, HEADER_BYTES, MAX_DETAIL_BYTES, MAX_FRAME_BYTES, MINOR};
 use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
@@ -102,73 +104,13 @@ fn change(input: &mut Unstructured) -> Result<Change> {
 
 fn frame(input: &mut Unstructured) -> Result<Frame> {
     let message = if input.ratio(1, 2)? {
-        Message::Request(request(input)?)
+        Message::Request(frames::request(input, runs)?)
     } else {
-        Message::Answer(Answer { beside_bytes: u64::arbitrary(input)?, body: body(input)? })
+        Message::Answer(Answer { beside_bytes: u64::arbitrary(input)?, body: frames::body(input, runs)? })
     };
     let member = Member { stage: u16::arbitrary(input)?, rank: u16::arbitrary(input)? };
     let (epoch, transaction) = (u64::arbitrary(input)?, u64::arbitrary(input)?);
     Ok(Frame { epoch, transaction, group: u32::arbitrary(input)?, member, message })
-}
-
-fn request(input: &mut Unstructured) -> Result<Request> {
-    Ok(match input.int_in_range(0u8..=10)? {
-        0 => Request::Hello,
-        1 => Request::Map(runs(input)?),
-        2 => Request::Unmap(runs(input)?),
-        3 => Request::Prepare(runs(input)?),
-        4 => Request::Commit,
-        5 => Request::Abort,
-        6 => Request::Query,
-        7 => Request::Barrier,
-        8 => Request::Trim,
-        9 => Request::Room,
-        _ => Request::Bye,
-    })
-}
-
-fn body(input: &mut Unstructured) -> Result<Body> {
-    Ok(match input.int_in_range(0u8..=13)? {
-        0 => Body::Created(Created {
-            page_bytes: u64::arbitrary(input)?,
-            virtual_bytes: u64::arbitrary(input)?,
-            num_pages: u32::arbitrary(input)?,
-            blocks_per_page: u32::arbitrary(input)?,
-            ids_per_page: u32::arbitrary(input)?,
-            mapped: runs(input)?,
-            lost: runs(input)?,
-        }),
-        1 => Body::Mapped { new: runs(input)? },
-        2 => Body::Unmapped,
-        3 => Body::Prepared,
-        4 => Body::Committed,
-        5 => Body::Aborted { lost: runs(input)? },
-        6 => Body::Failed(Failure {
-            out_of_memory: bool::arbitrary(input)?,
-            lost: runs(input)?,
-            still_mapped: runs(input)?,
-            detail: <&str>::arbitrary(input)?.repeat(input.int_in_range(0..=300)?),
-        }),
-        7 => Body::Running,
-        8 => Body::Unknown,
-        9 => Body::Passed,
-        10 => Body::Trimmed { bytes: u64::arbitrary(input)? },
-        11 => Body::Room { free_bytes: u64::arbitrary(input)? },
-        12 => Body::Bye,
-        _ => Body::Refused(*input.choose(&[
-            Refusal::StaleEpoch,
-            Refusal::Decided,
-            Refusal::Different,
-            Refusal::Forgotten,
-            Refusal::Pending,
-            Refusal::Unprepared,
-            Refusal::NoSuchGroup,
-            Refusal::NotMe,
-            Refusal::OutOfRange,
-            Refusal::Overloaded,
-            Refusal::UnknownKind,
-        ])?),
-    })
 }
 
 /// As far as it makes a set.
