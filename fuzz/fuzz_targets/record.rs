@@ -246,7 +246,7 @@ fn is_header(bytes: &[u8]) -> bool {
 
 /// `None`: no record, or one that its owner never finishes changing.
 fn expected(bytes: &[u8]) -> Option<Expected> {
-    let settled = is_header(bytes) && word(bytes, 48) % 2 == 0;
+    let settled = is_header(bytes) && word(bytes, 48).is_multiple_of(2);
     if !settled || text(bytes, 64)? != NAME {
         return None;
     }
