@@ -21,8 +21,10 @@ SGLANG := $(QUIET) TRITON_INTERPRET=1
 
 ENGINE ?= vllm
 
-.PHONY: help demo test test-rust test-unit test-engine test-engine-0.26 test-sglang lint fmt wheel check-wheel env \
-	env-tools clean
+FUZZ_S ?= 20
+
+.PHONY: help demo test test-rust test-unit test-engine test-engine-0.26 test-sglang fuzz lint fmt wheel \
+	check-wheel env env-tools clean
 
 help: ## this list
 	@sed -nE 's/^([a-z0-9.-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -57,8 +59,13 @@ test-engine-0.26: ## the same on vLLM 0.26.0, whose runner is V1 (ARGS="-k name"
 test-sglang: ## a real SGLang on the CPU, natively and on kvcached (ARGS="-k name")
 	$(SGLANG) $(ENV) sglang-cpu -- python -m pytest tests/sglang $(ARGS)
 
+fuzz: ## the fuzz targets, FUZZ_S seconds each (20)
+	python3 tools/fuzz.py --clippy
+	python3 tools/fuzz.py --seconds $(FUZZ_S)
+
 lint: ## rustfmt, clippy, ruff, mypy
 	cargo fmt --all --check
+	cargo fmt --check --manifest-path fuzz/Cargo.toml
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	$(ENV) dev -- ruff check
 	$(ENV) dev -- ruff format --check
@@ -66,6 +73,7 @@ lint: ## rustfmt, clippy, ruff, mypy
 
 fmt: ## format the sources
 	cargo fmt --all
+	cargo fmt --manifest-path fuzz/Cargo.toml
 	$(ENV) dev -- ruff check --fix --exit-zero --quiet
 	$(ENV) dev -- ruff format
 
