@@ -299,6 +299,8 @@ struct CoordinatorAlone {
     committed: BTreeSet<(TransactionId, usize)>,
     /// Transactions whose COMMIT or ABORT was sent.
     decided: BTreeMap<TransactionId, Request>,
+    /// Members that were given up.
+    closed: BTreeSet<usize>,
     broken: bool,
 }
 
@@ -313,6 +315,7 @@ impl CoordinatorAlone {
             prepared: BTreeSet::new(),
             committed: BTreeSet::new(),
             decided: BTreeMap::new(),
+            closed: BTreeSet::new(),
             broken: false,
         }
     }
@@ -341,6 +344,9 @@ impl CoordinatorAlone {
                 Effect::Send { member, frame } => self.says(member, frame),
                 Effect::Arm { transaction } => assert!(self.open.contains_key(&transaction)),
                 Effect::Finish { transaction, outcome } => self.finish(transaction, &outcome),
+                Effect::Close { member } => {
+                    assert!(self.closed.insert(member), "{member} is given up twice");
+                }
                 Effect::Broken { member, .. } => {
                     assert!(member < self.members);
                     assert!(!std::mem::replace(&mut self.broken, true), "broken twice");
@@ -366,6 +372,7 @@ impl CoordinatorAlone {
 
     fn says(&mut self, member: usize, frame: Frame) {
         assert!(member < self.members && frame.member == named(member), "{frame:?} for {member}");
+        assert!(!self.closed.contains(&member), "{frame:?} for {member}, which was given up");
         assert_eq!((frame.epoch, frame.group), (EPOCH, GROUP));
         let Message::Request(request) = frame.message else { panic!("a coordinator answers") };
         if !matches!(request, Request::Commit | Request::Abort) {

@@ -11,7 +11,6 @@
 //! A rank that is dead, or whose connection is cut, counts no more until the next term.
 
 mod book;
-mod hostile;
 mod replay;
 mod store;
 mod world;
@@ -19,7 +18,6 @@ mod world;
 use std::fmt;
 
 pub use book::Facts;
-pub use hostile::{assail_coordinator, assail_rank};
 pub use replay::replay;
 pub use store::{Fault, Pages, Store, bits, runs};
 pub use world::{Action, Flight, Mutant, Notice, Seat, To, World};
