@@ -246,13 +246,13 @@ class Reference(RuleBasedStateMachine):
             assert ids is not None and len(ids) == n and not self.held & set(ids)
             self.held |= set(ids)
 
-    @precondition(lambda self: len(self.held) > 1)
-    @rule(data=st.data())
-    def free(self, data):
+    @rule(places=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, min_size=1))
+    def free(self, places):
+        """Which ids there are to free depends on what the pager has done, so that places among them are drawn."""
         choices = sorted(self.held - ({0} if self.null else set()))
-        ids = data.draw(st.lists(st.sampled_from(choices), unique=True, min_size=1))
-        self.manager.free(ids)
-        self.held -= set(ids)
+        ids = {choices[place % len(choices)] for place in places if choices}
+        self.manager.free(sorted(ids))
+        self.held -= ids
 
     @rule(data=st.data(), n=st.integers(1, 8))
     def claim(self, data, n):

@@ -32,7 +32,7 @@ mod store;
 
 pub use directory::Directory;
 pub use error::IpcError;
-pub use link::{Call, Link};
-pub use ranks::{Inbox, Ranks, RanksConfig, Watcher};
+pub use link::{Call, Inbox, Link};
+pub use ranks::{Ranks, RanksConfig, Watcher};
 pub use server::RankServer;
 pub use store::{FTensorStore, Store};

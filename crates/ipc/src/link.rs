@@ -4,13 +4,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::message::Member;
-use crate::ranks::Inbox;
+use crate::message::{Frame, Member};
 use crate::socket::{Connection, Sent, Wake};
+use crate::wire::{self, Decoded};
 
 /// Frames that may wait for one rank's call to return.
 const MAX_QUEUE: usize = 256;
@@ -26,6 +26,55 @@ pub trait Link: Send + Sync {
 
     /// Sends and delivers nothing from now on. Never waits.
     fn close(&self);
+}
+
+/// Whom inboxes deliver to.
+pub(crate) trait Recipient: Send + Sync {
+    /// A member said this.
+    fn receive(&self, member: usize, frame: Frame);
+
+    /// A member is gone, or cannot be asked any more.
+    fn lose(&self, member: usize, why: String);
+}
+
+/// Where a link puts what comes from its rank. It keeps nobody alive: after the end of the ranks it is a void.
+#[derive(Clone)]
+pub struct Inbox {
+    recipient: Weak<dyn Recipient>,
+    member: usize,
+}
+
+impl Inbox {
+    pub(crate) fn new(recipient: Weak<dyn Recipient>, member: usize) -> Self {
+        Inbox { recipient, member }
+    }
+
+    /// A frame came from the rank. One that is none of ours is its loss.
+    pub fn received(&self, frame: &[u8]) {
+        match wire::decode(frame) {
+            Ok(decoded) => self.decoded(decoded),
+            Err(error) => self.lost(format!("it sent what is no frame: {error}")),
+        }
+    }
+
+    pub(crate) fn decoded(&self, decoded: Decoded) {
+        match decoded {
+            Decoded::Frame(frame) => {
+                if let Some(recipient) = self.recipient.upgrade() {
+                    recipient.receive(self.member, frame);
+                }
+            }
+            // An answer that only a later version knows, to a question that this one cannot have asked.
+            Decoded::Unknown(header) => tracing::warn!(?header, "an answer of an unknown kind is ignored"),
+        }
+    }
+
+    /// The rank is gone, or cannot be asked any more.
+    pub fn lost(&self, why: String) {
+        if let Some(recipient) = self.recipient.upgrade() {
+            recipient.lose(self.member, why);
+        }
+    }
 }
 
 /// Sends a frame to a member and waits for what it answers, in bytes: an engine's own RPC. An error says why there is no answer, which

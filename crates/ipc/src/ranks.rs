@@ -6,17 +6,17 @@
 use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::coordinator::{Coordinator, Effect, Event, Op, Outcome};
 use crate::error::IpcError;
 use crate::fork::Owner;
-use crate::link::{Call, CallLink, Link, SocketLink};
-use crate::message::{Created, Epoch, Member, TransactionId};
+use crate::link::{Call, CallLink, Inbox, Link, Recipient, SocketLink};
+use crate::message::{Created, Epoch, Frame, Member, TransactionId};
 use crate::reader::Reader;
 use crate::socket::{Connection, Wake};
-use crate::wire::{self, Decoded};
+use crate::wire;
 
 /// How long the end of a term waits for the ranks to hear of it.
 const BYE_PATIENCE: Duration = Duration::from_secs(1);
@@ -80,13 +80,6 @@ struct Waiting {
     ready: Arc<Condvar>,
 }
 
-/// Where a link puts what comes from its rank.
-#[derive(Clone)]
-pub struct Inbox {
-    shared: Weak<Shared>,
-    member: usize,
-}
-
 impl Ranks {
     /// Connects to ranks that serve sockets and begins a term over them.
     ///
@@ -102,7 +95,7 @@ impl Ranks {
             links.push(Arc::new(SocketLink::new(connection, address, Arc::clone(&wake))));
         }
         let shared = Shared::new(members, &config)?;
-        let sockets = links.iter().cloned().zip(Inbox::all(&shared)).collect();
+        let sockets = links.iter().cloned().zip(inboxes(&shared)).collect();
         let links = links.into_iter().map(|link| link as Arc<dyn Link>).collect();
         let reader = Reader::start(sockets, wake).map_err(nowhere)?;
         Self::begin(shared, links, Some(reader))
@@ -115,8 +108,7 @@ impl Ranks {
         mut make: impl FnMut(Member, Inbox) -> std::io::Result<Arc<dyn Link>>,
     ) -> Result<Self, IpcError> {
         let shared = Shared::new(members, &config)?;
-        let inboxes = Inbox::all(&shared);
-        let made = shared.members.iter().zip(inboxes).map(|(member, inbox)| make(*member, inbox));
+        let made = shared.members.iter().zip(inboxes(&shared)).map(|(member, inbox)| make(*member, inbox));
         let links = made.collect::<std::io::Result<Vec<_>>>();
         let links = links.map_err(|e| IpcError::io("make a link to", std::path::Path::new("a rank"), e))?;
         Self::begin(shared, links, None)
@@ -322,6 +314,12 @@ impl Drop for Ranks {
     }
 }
 
+/// One for each member.
+fn inboxes(shared: &Arc<Shared>) -> impl Iterator<Item = Inbox> {
+    let recipient = Arc::downgrade(shared);
+    (0..shared.members.len()).map(move |member| Inbox::new(recipient.clone(), member))
+}
+
 fn unexpected(outcome: Outcome) -> IpcError {
     match outcome {
         Outcome::Broken { why } => IpcError::Broken { why },
@@ -471,37 +469,15 @@ impl Shared {
     }
 }
 
-impl Inbox {
-    fn all(shared: &Arc<Shared>) -> Vec<Inbox> {
-        (0..shared.members.len()).map(|member| Inbox { shared: Arc::downgrade(shared), member }).collect()
+impl Recipient for Shared {
+    fn receive(&self, member: usize, frame: Frame) {
+        self.step(Event::Received { member, frame });
     }
 
-    /// A frame came from the rank. One that is none of ours is its loss.
-    pub fn received(&self, frame: &[u8]) {
-        match wire::decode(frame) {
-            Ok(decoded) => self.decoded(decoded),
-            Err(error) => self.lost(format!("it sent what is no frame: {error}")),
-        }
-    }
-
-    pub(crate) fn decoded(&self, decoded: Decoded) {
-        match decoded {
-            Decoded::Frame(frame) => self.tell(Event::Received { member: self.member, frame }),
-            // An answer that only a later version knows, to a question that this one cannot have asked.
-            Decoded::Unknown(header) => tracing::warn!(?header, "an answer of an unknown kind is ignored"),
-        }
-    }
-
-    /// The rank is gone, or cannot be asked any more.
-    pub fn lost(&self, why: String) {
-        self.tell(Event::Lost { member: self.member, why });
-    }
-
-    fn tell(&self, event: Event) {
-        if let Some(shared) = self.shared.upgrade()
-            && !(shared.closed.load(Ordering::Acquire) && matches!(event, Event::Lost { .. }))
-        {
-            shared.step(event);
+    fn lose(&self, member: usize, why: String) {
+        // After the end every connection is lost, and nobody minds.
+        if !self.closed.load(Ordering::Acquire) {
+            self.step(Event::Lost { member, why });
         }
     }
 }

@@ -8,8 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::directory::remove_dead;
-use crate::link::SocketLink;
-use crate::ranks::Inbox;
+use crate::link::{Inbox, SocketLink};
 use crate::socket::{Assembler, Ready, Wake, poll};
 
 /// A frame that has begun is whole after this time.
