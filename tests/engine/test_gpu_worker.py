@@ -212,7 +212,7 @@ class TestMemoryAndConfigs:
         assert other is not rank and other.launch == rank.launch
         with pytest.raises(_core.StateConsistencyError, match="not reserved"):
             other.tensors()
-        assert "seams" in str(other.obstacle), "until they are in place there"
+        assert "plug-in did not run" in str(other.obstacle), "until they are in place there"
 
     def test_tensors_are_one_storage_a_layer(self, rank):
         pointers = set()

@@ -73,8 +73,8 @@ def test_memory_rises_and_falls_on_all_ranks_together(elastic, capfd):
         peak = max(peak, len(pages))
     assert peak > 6
     assert _core.kvctl(["list"]) == 0
-    (row,) = [line for line in capfd.readouterr().out.splitlines() if f"vllm-{os.getpid()} " in line]
-    assert " cpu x2 " in row
+    rows = [line for line in capfd.readouterr().out.splitlines() if f"{os.getpid()} " in line]
+    assert len(rows) == 1, "one record a process, whatever the number of its workers"
     assert elastic.llm.reset_prefix_cache()
     assert common_pages(elastic) == [0]
 
