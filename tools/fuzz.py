@@ -125,7 +125,7 @@ def run(name: str, program: Path, limit: str) -> bool:
         )
     log = done.stdout
     if done.returncode == 0:
-        print(f"{name:10} {summary(log)}", flush=True)
+        print(f"{name:10} {summary(log)}\n", end="", flush=True)  # in one piece: others print too
         return True
     lines = [
         line for line in log.splitlines() if not re.match(r"#\d|\s*NEW|\s*REDUCE|INFO: |WARNING: ", line)

@@ -4,20 +4,6 @@ use kvcached_ipc::message::{Body, Created, Failure, Refusal, Request};
 use kvcached_ipc::runs::Runs;
 use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
 
-const REFUSALS: [Refusal; 11] = [
-    Refusal::StaleEpoch,
-    Refusal::Decided,
-    Refusal::Different,
-    Refusal::Forgotten,
-    Refusal::Pending,
-    Refusal::Unprepared,
-    Refusal::NoSuchGroup,
-    Refusal::NotMe,
-    Refusal::OutOfRange,
-    Refusal::Overloaded,
-    Refusal::UnknownKind,
-];
-
 pub type Pages = fn(&mut Unstructured) -> Result<Runs>;
 
 pub fn request(input: &mut Unstructured, pages: Pages) -> Result<Request> {
@@ -64,6 +50,6 @@ pub fn body(input: &mut Unstructured, pages: Pages) -> Result<Body> {
         10 => Body::Trimmed { bytes: u64::arbitrary(input)? },
         11 => Body::Room { free_bytes: u64::arbitrary(input)? },
         12 => Body::Bye,
-        _ => Body::Refused(*input.choose(&REFUSALS)?),
+        _ => Body::Refused(*input.choose(&Refusal::ALL)?),
     })
 }

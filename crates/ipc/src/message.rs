@@ -191,6 +191,23 @@ pub enum Refusal {
     UnknownKind,
 }
 
+impl Refusal {
+    /// All of them, in the order of their numbers on the wire: new ones go to the end.
+    pub const ALL: [Self; 11] = [
+        Self::StaleEpoch,
+        Self::Decided,
+        Self::Different,
+        Self::Forgotten,
+        Self::Pending,
+        Self::Unprepared,
+        Self::NoSuchGroup,
+        Self::NotMe,
+        Self::OutOfRange,
+        Self::Overloaded,
+        Self::UnknownKind,
+    ];
+}
+
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -85,14 +85,9 @@ impl FTensorStore {
         match self.tensor.map(pages) {
             Ok(new) => Body::Mapped { new: runs(&new) },
             Err(error) => {
-                let lost = match &error {
-                    VmmError::Quarantined { pages, .. } => pages.clone(),
-                    // Lost by a call that bypassed the protocol, which learns of it now.
-                    VmmError::InQuarantine { page } => vec![*page],
-                    _ => vec![],
-                };
                 let out_of_memory = error.is_out_of_memory();
-                Body::Failed(Failure { out_of_memory, lost: runs(&lost), ..failure(&error) })
+                let lost = runs(&error.lost_by_map());
+                Body::Failed(Failure { out_of_memory, lost, ..failure(&error) })
             }
         }
     }
@@ -266,15 +261,7 @@ fn failure(error: &VmmError) -> Failure {
 
 /// Where pages stand whose unmapping, or preparing, failed.
 fn unmap_failure(pages: &[u32], error: &VmmError) -> Failure {
-    let without =
-        |gone: &[u32]| pages.iter().copied().filter(|page| !gone.contains(page)).collect::<Vec<_>>();
-    let (lost, still_mapped) = match error {
-        VmmError::Unmap(report) => (report.quarantined.clone(), report.still_mapped.clone()),
-        // Somebody else unmapped or lost it. Nothing was changed, and that page is not trusted again.
-        VmmError::NotMapped { pages: absent } => (absent.clone(), without(absent)),
-        VmmError::InQuarantine { page } => (vec![*page], without(&[*page])),
-        _ => (vec![], pages.to_vec()),
-    };
+    let (lost, still_mapped) = error.after_unmap(pages);
     Failure { lost: runs(&lost), still_mapped: runs(&still_mapped), ..failure(error) }
 }
 

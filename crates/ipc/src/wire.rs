@@ -277,27 +277,13 @@ impl Writer {
     }
 }
 
-const REFUSALS: [Refusal; 11] = [
-    Refusal::StaleEpoch,
-    Refusal::Decided,
-    Refusal::Different,
-    Refusal::Forgotten,
-    Refusal::Pending,
-    Refusal::Unprepared,
-    Refusal::NoSuchGroup,
-    Refusal::NotMe,
-    Refusal::OutOfRange,
-    Refusal::Overloaded,
-    Refusal::UnknownKind,
-];
-
-/// From 1, in the order of `REFUSALS`.
+/// From 1, in the order of `Refusal::ALL`.
 fn refusal_code(refusal: Refusal) -> u16 {
-    REFUSALS.iter().position(|known| *known == refusal).map_or(0, |index| index as u16 + 1)
+    Refusal::ALL.iter().position(|known| *known == refusal).map_or(0, |index| index as u16 + 1)
 }
 
 fn refusal(code: u16) -> Result<Refusal> {
-    let known = usize::from(code).checked_sub(1).and_then(|index| REFUSALS.get(index));
+    let known = usize::from(code).checked_sub(1).and_then(|index| Refusal::ALL.get(index));
     known.copied().ok_or(WireError::Value { what: "refusal", value: code.into() })
 }
 

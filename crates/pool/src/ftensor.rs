@@ -1,35 +1,21 @@
 //! The mapper of production: a reserved range of addresses.
 
-use kvcached_vmm::{FTensor, VmmError};
+use kvcached_vmm::FTensor;
 
 use crate::mapper::{Cause, MapFailure, Mapper, UnmapFailure};
 
 impl Mapper for FTensor {
     fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
-        FTensor::map(self, pages).map_err(|error| match error {
-            VmmError::OutOfMemory { .. } => MapFailure::OutOfMemory { source: error.into() },
-            VmmError::Quarantined { ref pages, .. } => {
-                MapFailure::Quarantined { pages: pages.clone(), source: error.into() }
-            }
-            // Lost by a call that bypassed the pool, which learns of it now.
-            VmmError::InQuarantine { page } => {
-                MapFailure::Quarantined { pages: vec![page], source: error.into() }
-            }
+        FTensor::map(self, pages).map_err(|error| match error.lost_by_map() {
+            pages if !pages.is_empty() => MapFailure::Quarantined { pages, source: error.into() },
+            _ if error.is_out_of_memory() => MapFailure::OutOfMemory { source: error.into() },
             _ => MapFailure::Driver { source: error.into() },
         })
     }
 
     fn unmap(&self, pages: &[u32]) -> Result<(), UnmapFailure> {
         FTensor::unmap(self, pages).map_err(|error| {
-            let (quarantined, still_mapped) = match &error {
-                VmmError::Unmap(report) => (report.quarantined.clone(), report.still_mapped.clone()),
-                // Somebody else unmapped or lost it. Nothing was changed, and that page is not trusted again.
-                VmmError::NotMapped { pages: absent } => (absent.clone(), without(pages, absent)),
-                VmmError::InQuarantine { page } | VmmError::PageOutOfRange { page, .. } => {
-                    (vec![*page], without(pages, &[*page]))
-                }
-                _ => (vec![], pages.to_vec()),
-            };
+            let (quarantined, still_mapped) = error.after_unmap(pages);
             UnmapFailure { quarantined, still_mapped, broken: false, source: error.into() }
         })
     }
@@ -57,8 +43,4 @@ impl Mapper for FTensor {
     fn virtual_bytes(&self) -> u64 {
         FTensor::virtual_bytes(self)
     }
-}
-
-fn without(pages: &[u32], lost: &[u32]) -> Vec<u32> {
-    pages.iter().copied().filter(|page| !lost.contains(page)).collect()
 }

@@ -135,6 +135,30 @@ impl VmmError {
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, VmmError::OutOfMemory { .. })
     }
+
+    /// Of a failed [`map`](crate::FTensor::map): its pages that are in an unknown state, also those that an earlier call has lost.
+    pub fn lost_by_map(&self) -> Vec<u32> {
+        match self {
+            VmmError::Quarantined { pages, .. } => pages.clone(),
+            VmmError::InQuarantine { page } => vec![*page],
+            _ => vec![],
+        }
+    }
+
+    /// Of a failed [`unmap`](crate::FTensor::unmap) or [`prepare_unmap`](crate::FTensor::prepare_unmap) of `pages`: those that are
+    /// not to be trusted again, and those that are mapped as before. The rest has no memory any more.
+    pub fn after_unmap(&self, pages: &[u32]) -> (Vec<u32>, Vec<u32>) {
+        let without = |lost: &[u32]| pages.iter().copied().filter(|page| !lost.contains(page)).collect();
+        match self {
+            VmmError::Unmap(report) => (report.quarantined.clone(), report.still_mapped.clone()),
+            // Somebody else unmapped or lost it; this call has changed nothing.
+            VmmError::NotMapped { pages: absent } => (absent.clone(), without(absent)),
+            VmmError::InQuarantine { page } | VmmError::PageOutOfRange { page, .. } => {
+                (vec![*page], without(&[*page]))
+            }
+            _ => (vec![], pages.to_vec()),
+        }
+    }
 }
 
 fn at(page: Option<u32>) -> String {
