@@ -22,6 +22,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,7 @@ START_LIMIT_S = 120
 WARM_CALLS = 20
 #: A server keeps the times of 4096 pieces of work, three of which are a map and an unmap.
 CALLS_AT_ONCE = 1000
+ALONE_S = 3
 
 # What a rank does in one call, by the figure's name.
 WORK = {
@@ -49,24 +51,60 @@ WORK = {
 # ---------------------------------------------------------------- a rank
 
 
-def serve(device: str, rank: int) -> None:
+def serve(device: str, rank: int, busy_ms: float) -> None:
     """A worker: says where it listens, then its times whenever it is asked."""
     from kvcached._core import FTensor, Geometry, RankServer, granularity
 
     geometry = Geometry.solve(BUFFERS, BLOCK_BYTES, granularity(device), page_bytes=PAGE_BYTES)
     server = RankServer(rank=rank)
     server.add_group(FTensor(device, geometry, PAGES * geometry.blocks_per_page))
+    batches = Batches(device, busy_ms) if busy_ms else None
     print(server.address, flush=True)
     for _ in sys.stdin:
-        print(json.dumps(server.take_times()), flush=True)
+        print(json.dumps([server.take_times(), batches.ended if batches else 0]), flush=True)
     server.stop()
+
+
+class Batches(threading.Thread):
+    """GPU work as an engine with asynchronous scheduling submits it: while one batch runs, the next is queued."""
+
+    def __init__(self, device: str, batch_ms: float) -> None:
+        import torch
+
+        super().__init__(daemon=True)
+        self.ended = 0
+        self._torch, self._device = torch, device
+        self._matrix = torch.rand(4096, 4096, device=device, dtype=torch.bfloat16)
+        self._products = 1
+        self._batch()  # the library's own start
+        self._products = 100
+        begin = time.perf_counter()
+        self._batch().synchronize()
+        self._products = max(1, round(100 * batch_ms / 1e3 / (time.perf_counter() - begin)))
+        self.start()
+
+    def _batch(self) -> Any:
+        for _ in range(self._products):
+            self._matrix @ self._matrix
+        event = self._torch.cuda.Event()
+        event.record()
+        return event
+
+    def run(self) -> None:
+        self._torch.cuda.set_device(self._device)
+        queued = self._batch()
+        while True:
+            running, queued = queued, self._batch()
+            running.synchronize()
+            self.ended += 1
 
 
 class Rank:
     """The process of one."""
 
-    def __init__(self, device: str, rank: int) -> None:
+    def __init__(self, device: str, rank: int, busy_ms: float) -> None:
         command = [sys.executable, "-m", "bench.ipc", "--device", device, "--serve", str(rank)]
+        command += ["--busy-ms", str(busy_ms)]
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -84,11 +122,13 @@ class Rank:
             raise RuntimeError(f"rank {self.number} ended: exit {self._process.wait(START_LIMIT_S)}")
         return line.strip()
 
-    def times(self) -> list[tuple[str, float]]:
+    def times(self) -> tuple[list[tuple[str, float]], int]:
+        """What its server's work took since it was last asked, and the batches that have ended so far."""
         assert self._process.stdin is not None
         self._process.stdin.write("times\n")
         self._process.stdin.flush()
-        return json.loads(self.hear())
+        times, batches = json.loads(self.hear())
+        return times, batches
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -100,11 +140,11 @@ class Rank:
 
 
 @contextlib.contextmanager
-def started(devices: list[str]) -> Iterator[tuple[list[Rank], Any]]:
+def started(devices: list[str], busy_ms: float) -> Iterator[tuple[list[Rank], Any]]:
     """Ranks, and the coordinator's end of them."""
     from kvcached._core import Ranks
 
-    processes = [Rank(device, number) for number, device in enumerate(devices)]
+    processes = [Rank(device, number, busy_ms) for number, device in enumerate(devices)]
     ranks = None
     try:
         ranks = Ranks([(0, rank.number, rank.hear()) for rank in processes])
@@ -163,7 +203,7 @@ def measured(processes: list[Rank], ranks: Any, pages: int, calls: int) -> dict[
                     begin = time.perf_counter_ns()
                     call()
                     took[figure].append((time.perf_counter_ns() - begin) / 1e3)
-        times = [rank.times() for rank in processes]
+        times = [rank.times()[0] for rank in processes]
         if warm:
             warm = False
             continue
@@ -171,6 +211,25 @@ def measured(processes: list[Rank], ranks: Any, pages: int, calls: int) -> dict[
             found[figure] += [Call(*pair) for pair in zip(took[figure], own, strict=True)]
         left -= at_once
     return found
+
+
+class Pace:
+    """Batches a second of the first rank since this was made."""
+
+    def __init__(self, processes: list[Rank]) -> None:
+        self._first = processes[0]
+        self._batches, self._begin = self._first.times()[1], time.perf_counter()
+
+    def so_far(self) -> float:
+        seconds = time.perf_counter() - self._begin
+        return (self._first.times()[1] - self._batches) / seconds
+
+
+def pace_alone(processes: list[Rank]) -> float:
+    """While nothing is mapped or unmapped."""
+    pace = Pace(processes)
+    time.sleep(ALONE_S)
+    return pace.so_far()
 
 
 def summary(calls: list[Call]) -> Sample:
@@ -196,6 +255,9 @@ def table(data: dict[str, Any]) -> str:
         lines.append(
             "| " + " | ".join(map(str, [*cells, *(number(row[figure]) for figure in figures)])) + " |"
         )
+    if data["busy_ms"]:
+        share = min(row["of_undisturbed"] for row in data["rows"])
+        lines.append(f"\nGPU batches of {data['busy_ms']} ms all the while; at least {share} of undisturbed.")
     where = data["machine"] or f"{data['device']}, {data['cores']} cores"
     lines.append(f"\n{where}; {data['calls']} calls of each.")
     return "\n".join(lines)
@@ -215,6 +277,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=2000, help="of each kind")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--busy-ms", type=float, default=0, help="GPU batches of so long run all the while")
     args = parser.parse_args()
     if min([*args.ranks, *args.pages, args.calls]) < 1 or max(args.pages) >= PAGES:
         parser.error(f"at least one rank, page and call, and fewer than {PAGES} pages")
@@ -230,7 +293,7 @@ def devices(args: argparse.Namespace, ranks: int) -> list[str]:
 def main() -> None:
     args = arguments()
     if args.serve is not None:
-        serve(args.device, args.serve)
+        serve(args.device, args.serve, args.busy_ms)
         return
     data: dict[str, Any] = {
         "device": args.device,
@@ -238,13 +301,21 @@ def main() -> None:
         "machine": machine() if args.device != "cpu" else "",
         "cores": len(os.sched_getaffinity(0)),
         "calls": args.calls,
+        "busy_ms": args.busy_ms,
         "rows": [],
     }
     for count in args.ranks:
-        with started(devices(args, count)) as (processes, ranks):
+        with started(devices(args, count), args.busy_ms) as (processes, ranks):
+            undisturbed = pace_alone(processes) if args.busy_ms else 0
             for pages in args.pages:
-                for figure, calls in measured(processes, ranks, pages, args.calls).items():
-                    row = {"ranks": count, "pages": pages, "figure": figure} | summary(calls)
+                pace = Pace(processes)
+                found = measured(processes, ranks, pages, args.calls)
+                rate = pace.so_far()
+                for figure, calls in found.items():
+                    row: Sample = {"ranks": count, "pages": pages, "figure": figure} | summary(calls)
+                    if undisturbed:
+                        share = round(rate / undisturbed, 4)
+                        row |= {"batches_per_s": round(rate, 2), "of_undisturbed": share}
                     data["rows"].append(row)
                     print("RESULT " + json.dumps(row), flush=True)
         if args.out:

@@ -5,7 +5,9 @@
 Each engine runs in a process of its own with its scheduler in it (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that native vLLM repeats
 itself and its tokens can be compared pass by pass: native once for the compile cache and twice to compare, then elastic; with `--own-process`
 also elastic as users run it, the scheduler in vLLM's engine process, whose tokens are not compared. CUDA graphs are on unless
-`--eager`. Prints and writes JSON; exit status 1 where something does not hold. Needs no network, and with `--device cpu` no GPU. Where
+`--eager`. `--one-gpu` puts all ranks on the first GPU, each with `--kv-gib` of KV cache natively: NCCL 2.30 and later carries that out
+under NCCL_MULTI_RANK_GPU_ENABLE=1, slowly, for the ranks take turns on the card; another NCCL than torch's own goes in by LD_PRELOAD
+and VLLM_NCCL_SO_PATH. Prints and writes JSON; exit status 1 where something does not hold. Needs no network, and with `--device cpu` no GPU. Where
 a command may not take so long: `--runs cold,native`, then `--runs native-again,elastic`, with one `--out`.
 """
 
@@ -83,6 +85,11 @@ def run_engine(args: argparse.Namespace) -> None:
     }
     if args.device == "cuda":
         options["gpu_memory_utilization"] = args.fraction
+    if args.one_gpu:
+        all_ranks_on_one_gpu()
+        # A rank that measures the card's memory would count the other's.
+        options["kv_cache_memory_bytes"] = int(args.kv_gib * (1 << 30))
+        options |= {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
     llm = vllm.LLM(**options)
     report("start", seconds=time.monotonic() - begin, vllm=vllm.__version__, workers=states(llm))
     sampling = vllm.SamplingParams(
@@ -118,6 +125,27 @@ def run_engine(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     llm.llm_engine.engine_core.shutdown()
     report("end", seconds=time.monotonic() - begin)
+
+
+def all_ranks_on_one_gpu() -> None:
+    """Workers that are forked from here take device 0, whatever their rank."""
+    import functools
+
+    from vllm.v1.worker.gpu_worker import Worker
+
+    init_device = Worker.init_device
+
+    @functools.wraps(init_device)
+    def on_the_first(self: Any) -> Any:
+        self.local_rank = 0
+        return init_device(self)
+
+    Worker.init_device = on_the_first
+    os.environ |= {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    }
 
 
 def states(llm: Any) -> list[dict[str, Any]]:
@@ -201,9 +229,10 @@ def child(
         "output_tokens",
         "max_model_len",
         "fraction",
+        "kv_gib",
     )
     options = [word for key in same for word in (f"--{key.replace('_', '-')}", str(getattr(args, key)))]
-    options += ["--eager"] * args.eager + ["--kill-worker"] * kill_worker
+    options += ["--eager"] * args.eager + ["--one-gpu"] * args.one_gpu + ["--kill-worker"] * kill_worker
     command = [sys.executable, "-m", "tests.gpu.tp_tokens", "--child", "--name", name, *options]
     before = leftovers()
     begin = time.monotonic()
@@ -325,6 +354,8 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--fraction", type=float, default=0.5, help="gpu_memory_utilization")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
+    parser.add_argument("--kv-gib", type=float, default=4, help="with --one-gpu: KV cache of each rank")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--kill-worker", action="store_true", help="also the runs that end so")
     parser.add_argument("--own-process", action="store_true", help="also with vLLM's engine process")
