@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import glob
 import json
 import os
@@ -27,11 +28,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import harness
+from bench.processes import end_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-RUN_TIMEOUT_S = 900
 END_TIMEOUT_S = 120
 SAMPLE_S = 0.25
 MIB = 1 << 20
@@ -70,6 +71,8 @@ def run_engine(args: argparse.Namespace) -> None:
     """The child: prints a `RESULT {json}` line for each event."""
     import vllm
 
+    # Workers that are forked from here have it too.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     model = harness.model_folder(args.size, args.device)
     begin = time.monotonic()
     options: dict[str, Any] = {
@@ -90,6 +93,8 @@ def run_engine(args: argparse.Namespace) -> None:
         # A rank that measures the card's memory would count the other's.
         options["kv_cache_memory_bytes"] = int(args.kv_gib * (1 << 30))
         options |= {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+        # Each graph holds an exchange for each layer, and is run as it is captured.
+        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
     llm = vllm.LLM(**options)
     report("start", seconds=time.monotonic() - begin, vllm=vllm.__version__, workers=states(llm))
     sampling = vllm.SamplingParams(
@@ -236,15 +241,22 @@ def child(
     command = [sys.executable, "-m", "tests.gpu.tp_tokens", "--child", "--name", name, *options]
     before = leftovers()
     begin = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, env=environ, stdout=subprocess.PIPE, text=True, timeout=RUN_TIMEOUT_S, check=False
-        )
-        status: int | str = done.returncode
-        lines = done.stdout.splitlines()
-    except subprocess.TimeoutExpired as expired:
-        status = "did not end"
-        lines = (expired.stdout or b"").decode().splitlines()
+    log = Path(args.logs) / f"{label}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # Not a pipe: a worker that outlives its engine would hold it open.
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environ, stdout=out, stderr=out, start_new_session=True)
+        status: int | str
+        try:
+            status = process.wait(args.limit)
+        except subprocess.TimeoutExpired:
+            status = f"no end after {args.limit:.0f} s: {log} ends with where every process stands"
+            for pid in listeners(process.pid):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGUSR2)
+                    time.sleep(1)  # one after the other: they write into one file
+            end_group(process)
+    lines = log.read_text(errors="replace").splitlines()
     events = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
     pids = {worker["pid"] for event in events for worker in event.get("workers", ())}
     return {
@@ -255,6 +267,18 @@ def child(
         "left": sorted(set(leftovers()) - set(before)),
         "left_processes": still_there(pids),
     }
+
+
+def listeners(session: int) -> list[int]:
+    """Processes of a session that show where they stand when SIGUSR2 comes."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            status = dict(line.split(":\t", 1) for line in (path / "status").read_text().splitlines())
+            caught = int(status["SigCgt"], 16) >> (signal.SIGUSR2 - 1) & 1
+            if caught and os.getsid(int(path.name)) == session:
+                found.append(int(path.name))
+    return found
 
 
 def leftovers() -> list[str]:
@@ -356,6 +380,8 @@ def main() -> int:
     parser.add_argument("--fraction", type=float, default=0.5, help="gpu_memory_utilization")
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
     parser.add_argument("--kv-gib", type=float, default=4, help="with --one-gpu: KV cache of each rank")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for each engine")
+    parser.add_argument("--logs", default="out/tp_tokens", help="folder for what the engines print")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--kill-worker", action="store_true", help="also the runs that end so")
     parser.add_argument("--own-process", action="store_true", help="also with vLLM's engine process")
