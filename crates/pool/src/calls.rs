@@ -13,9 +13,11 @@ impl Shared {
         state: Guard<'a>,
         pages: &[u32],
     ) -> Result<(Guard<'a>, Result<(), MapFailure>), PoolError> {
+        let ahead = state.is_of_pager();
         drop(state);
         let flight = Flight { shared: self };
-        let outcome = self.mapper.map(pages).map(drop);
+        let mapped = if ahead { self.mapper.map_ahead(pages) } else { self.mapper.map(pages) };
+        let outcome = mapped.map(drop);
         flight.landed();
         if let Err(MapFailure::Quarantined { pages, source }) = &outcome {
             tracing::warn!(?pages, error = %source, "pages are lost: backing failed and could not be undone");
@@ -72,7 +74,7 @@ impl Shared {
         let mut state = self.lock()?;
         let committed = commit(&mut state.ledger);
         state.settlements += 1;
-        state.beside_bytes = self.mapper.held_beside();
+        state.beside.note(self.mapper.held_beside());
         if let Err(error) = committed {
             let detail = format!("the mapper reported pages that it was not asked about: {error}");
             state.broken = Some(detail.clone());

@@ -5,6 +5,8 @@
 //! own, the pager, backs pages ahead of allocations and gives memory back behind whoever freed it.
 #![forbid(unsafe_code)]
 
+mod beside;
+mod budgeted;
 mod calls;
 mod config;
 mod counts;
@@ -19,10 +21,12 @@ mod pager;
 mod pool;
 mod ranks;
 mod reserve;
+mod shortage;
 mod state;
 mod stats;
 mod sync;
 
+pub use budgeted::{Budgeted, Share, Waiter};
 pub use config::PoolConfig;
 pub use error::PoolError;
 pub use fork::forked;

@@ -12,6 +12,11 @@ pub trait Mapper: Send + Sync {
     /// another tenant's. Returns those that were not backed before.
     fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure>;
 
+    /// [`Mapper::map`] of pages that nobody waits for.
+    fn map_ahead(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        self.map(pages)
+    }
+
     /// Takes the memory of these pages. No queued work reads them: the pool has waited for that.
     fn unmap(&self, pages: &[u32]) -> Result<(), UnmapFailure>;
 
@@ -20,6 +25,11 @@ pub trait Mapper: Send + Sync {
 
     /// Bytes that the device could give at this moment. Others may take them the next.
     fn room(&self) -> Result<u64, Cause>;
+
+    /// [`Mapper::room`] of the device, whatever part of it this process may have.
+    fn device_room(&self) -> Result<u64, Cause> {
+        self.room()
+    }
 
     /// Bytes that are held beside the pages: memory kept for later pages, and memory that could not be given back yet.
     fn held_beside(&self) -> u64 {

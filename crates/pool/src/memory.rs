@@ -1,14 +1,18 @@
 //! How much memory a pool may have, and what it can do without.
 
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
 use crate::error::PoolError;
 use crate::limit::{LimitState, MemoryLimit, Request, Standing};
 use crate::pool::Pool;
-use crate::state::State;
+use crate::state::{Guard, State};
 
 impl Pool {
     /// Sets how much memory the pool may have, bytes; at most all that it reserved. Growth is immediate. A shrinking pool gives
-    /// back its reserve, issues no block beyond the limit, and lets pages go as they empty; no live block is revoked. The page of
-    /// the null block stays.
+    /// back its reserve, issues no block beyond the limit, and lets pages go as they empty; no live block is revoked. Blocks that a
+    /// scheduler was told are on hand stay so until they are allocated or that ends (see [`Pool::keep_on_hand`]), and nothing is
+    /// backed meanwhile. The page of the null block stays.
     ///
     /// `revision`: greater than that of the limit that stands, so that a late request cannot undo a newer one; `None`: the next.
     pub fn set_limit(&self, limit_bytes: u64, revision: Option<u64>) -> Result<MemoryLimit, PoolError> {
@@ -34,11 +38,11 @@ impl Pool {
             let reason = Some(self.lost_beyond(lost, request.bytes));
             return Ok(MemoryLimit { state: LimitState::Rejected, reason, ..self.standing(&state) });
         }
-        state.beside_bytes = beside;
-        state.pager.trim_mapper |= pages < state.ledger.target();
+        state.beside.note(beside);
+        state.pager.trim_mapper |= pages < state.limit_pages;
         state.pager.unmapping_refused = false;
-        state.ledger.set_target(pages);
-        state.limit = request;
+        (state.limit, state.limit_pages) = (request, pages);
+        state.follow_limit();
         Ok(self.standing(&state))
     }
 
@@ -55,11 +59,11 @@ impl Pool {
             state: LimitState::Applied,
             revision: state.limit.revision,
             limit_bytes: state.limit.bytes,
-            target_pages: state.ledger.target(),
+            target_pages: state.limit_pages,
             occupied_bytes: u64::from(occupied) * self.shared.page_bytes,
             reason: None,
         };
-        if state.ledger.excess() > 0 {
+        if state.is_beyond_limit() {
             limit.state = LimitState::Deferred;
         }
         if pages.quarantined > limit.target_pages {
@@ -79,40 +83,90 @@ impl Pool {
     /// Unmaps the reserve, the minimum too, and gives back what the mapper keeps; returns the bytes given back. The reserve
     /// comes back when pages are next taken. What a scheduler at work was told is on hand stays there.
     pub fn trim(&self) -> Result<u64, PoolError> {
-        let shared = &self.shared;
-        drop(shared.enter()?);
-        let beside = shared.mapper.held_beside();
-        let mut state = shared.enter()?;
-        state.demand.forget();
+        let beside = self.held_beside()?;
+        let mut state = self.shared.enter()?;
         if !state.ledger.has_outstanding_epoch() {
             state.kept_on_hand = 0;
         }
-        let on_hand = state.on_hand_wanted();
-        let pages = state.ledger.plan_unbacking(0, on_hand, u32::MAX);
+        self.give_back(state, beside, u64::MAX)
+    }
+
+    /// [`Pool::trim`] of at least so many bytes, where there are so many, and of pages before what the mapper keeps. Everything that
+    /// a scheduler was told is on hand stays there.
+    pub fn give_back_idle(&self, bytes: u64) -> Result<u64, PoolError> {
+        if bytes == 0 {
+            return Ok(0);
+        }
+        let beside = self.held_beside()?;
+        self.give_back(self.shared.enter()?, beside, bytes)
+    }
+
+    /// Where memory was refused there may be some now, for others gave theirs back: who waits, and the pager, look again.
+    pub fn memory_freed(&self) {
+        if let Ok(mut state) = self.shared.enter() {
+            state.freed += 1;
+            state.pager.mapping_refused = false;
+        }
+    }
+
+    /// Bytes that [`Pool::give_back_idle`] could give. No lock; 0 of a pool that serves no more.
+    pub fn idle_bytes(&self) -> u64 {
+        self.shared.count(|counts| counts.idle.load(Ordering::Acquire)).unwrap_or(0)
+    }
+
+    /// How long no block has been handed out, as far as those who ask can tell: an allocation counts from the first question after
+    /// it, so that it need not look at the clock. Of a pool that serves no more: for ever.
+    pub fn idle_for(&self) -> Duration {
+        self.shared.enter().map_or(Duration::MAX, |mut state| state.idle_for(Instant::now()))
+    }
+
+    /// Bytes that the device could give at this moment, whatever part of it this process may have.
+    pub fn device_room(&self) -> Result<u64, PoolError> {
+        drop(self.shared.enter()?);
+        self.shared.mapper.device_room().map_err(|source| PoolError::Driver { source })
+    }
+
+    // ---------------------------------------------------------------- inside
+
+    fn held_beside(&self) -> Result<u64, PoolError> {
+        drop(self.shared.enter()?);
+        Ok(self.shared.mapper.held_beside())
+    }
+
+    /// Unmaps idle pages, and has the mapper give back what it keeps where they are fewer than `bytes`; returns the bytes given.
+    /// `beside`: what the mapper held before.
+    fn give_back<'a>(&'a self, mut state: Guard<'a>, beside: u64, bytes: u64) -> Result<u64, PoolError> {
+        let shared = &self.shared;
+        state.demand.forget();
+        let (on_hand, at_most) = (state.on_hand_wanted(), bytes.div_ceil(shared.page_bytes));
+        let at_most = u32::try_from(at_most).unwrap_or(u32::MAX);
+        let pages = state.ledger.plan_unbacking(0, on_hand, at_most);
         let mut gone = 0;
         if !pages.is_empty() {
             let (next, released) = shared.give_back(state, &pages)?;
-            (state, gone) = (next, released.pages);
+            (state, gone) = (next, u64::from(released.pages) * shared.page_bytes);
         }
-        // What the pager is giving back is gone too when this returns, unless it has ever more to give.
-        let (deadline, settled) = (shared.deadline(), state.settlements);
+        self.await_pager(state)?;
+        let given = |beside_now: u64| (gone + beside).saturating_sub(beside_now);
+        let mut left = shared.mapper.held_beside();
+        if given(left) < bytes && left > 0 {
+            shared.mapper.trim().map_err(|source| PoolError::Driver { source })?;
+            left = shared.mapper.held_beside();
+            shared.enter()?.beside.trimmed(left);
+        }
+        Ok(given(left))
+    }
+
+    /// What the pager is giving back is gone too when this returns, unless it has ever more to give.
+    fn await_pager<'a>(&'a self, mut state: Guard<'a>) -> Result<(), PoolError> {
+        let (deadline, settled) = (self.shared.deadline(), state.settlements);
         while state.ledger.page_counts().unmapping > 0 {
             match self.wait(state, deadline)? {
                 Some(next) => state = next,
-                None => {
-                    state = shared.enter()?;
-                    if state.settlements == settled {
-                        return Err(PoolError::overdue());
-                    }
-                    break;
-                }
+                None if self.shared.enter()?.settlements == settled => return Err(PoolError::overdue()),
+                None => break,
             }
         }
-        drop(state);
-        shared.mapper.trim().map_err(|source| PoolError::Driver { source })?;
-        let mut state = shared.enter()?;
-        state.beside_bytes = shared.mapper.held_beside();
-        let given = u64::from(gone) * shared.page_bytes + beside;
-        Ok(given.saturating_sub(state.beside_bytes))
+        Ok(())
     }
 }

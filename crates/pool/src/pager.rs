@@ -59,11 +59,11 @@ fn next(state: &mut Guard<'_>) -> Job {
         Phase::Open => {}
     }
     if state.has_surplus() {
-        state.pager.trim_mapper |= state.ledger.excess() > 0; // not to be kept beside the pages instead
-        let (keep, on_hand) = (state.demand.keep(), state.on_hand_wanted());
+        state.pager.trim_mapper |= state.is_beyond_limit(); // not to be kept beside the pages instead
+        let (keep, on_hand) = (state.keep(), state.on_hand_wanted());
         return Job::Unmap(state.ledger.plan_unbacking(keep, on_hand, AT_ONCE));
     }
-    if std::mem::take(&mut state.pager.trim_mapper) && state.beside_bytes > 0 {
+    if std::mem::take(&mut state.pager.trim_mapper) && state.beside.bytes() > 0 {
         return Job::TrimMapper;
     }
     match state.pages_ahead() {
@@ -105,7 +105,7 @@ fn trim_mapper<'a>(shared: &'a Shared, state: Guard<'a>) -> Result<Guard<'a>, Po
     drop(state);
     let trimmed = shared.mapper.trim();
     let mut state = shared.lock()?.of_pager();
-    state.beside_bytes = shared.mapper.held_beside();
+    state.beside.trimmed(shared.mapper.held_beside());
     if let Err(error) = trimmed {
         state.tally.failures += 1;
         tracing::warn!(%error, "memory kept for later pages could not be given back");
@@ -116,7 +116,7 @@ fn trim_mapper<'a>(shared: &'a Shared, state: Guard<'a>) -> Result<Guard<'a>, Po
 /// One attempt to give everything back.
 fn end<'a>(shared: &'a Shared, state: Guard<'a>) -> Result<Guard<'a>, PoolError> {
     let (mut state, failure) = give_all_back(shared, state)?;
-    if state.beside_bytes > 0 {
+    if state.beside.bytes() > 0 {
         state = trim_mapper(shared, state)?;
     }
     state.pager.end_asked = false;

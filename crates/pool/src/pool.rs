@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvcached_ledger::{ClaimPlan, Ledger};
 
+use crate::beside::Beside;
 use crate::config::PoolConfig;
 use crate::counts::{Counts, read};
 use crate::error::PoolError;
@@ -53,9 +54,9 @@ impl Pool {
         let limit = Standing { revision: 0, bytes: u64::from(config.layout.num_pages()) * page_bytes };
         let bounds =
             Bounds { min: config.min_reserved_pages(page_bytes), max: config.max_reserved_pages(page_bytes) };
-        let mut state = State::new(ledger, limit, Demand::new(bounds, Instant::now()), meter);
+        let beside = Beside::at_start(mapper.held_beside());
+        let mut state = State::new(ledger, limit, Demand::new(bounds, Instant::now()), beside, meter);
         state.pager.held_back = true;
-        state.beside_bytes = mapper.held_beside();
         let shared = Arc::new(Shared {
             page_bytes,
             virtual_bytes: mapper.virtual_bytes(),
@@ -230,34 +231,39 @@ impl Pool {
     /// How many of `n` blocks are on hand. They stay there until they are allocated, the next epoch begins or ends, or, where
     /// there are no epochs, a page is emptied. Makes no driver call.
     pub fn keep_on_hand(&self, n: u32) -> Result<u32, PoolError> {
-        let mut state = self.shared.enter()?;
-        let on_hand = n.min(state.ledger.backed_free_blocks());
-        state.kept_on_hand = state.kept_on_hand.max(on_hand);
-        Ok(on_hand)
+        Ok(self.shared.enter()?.keep_on_hand(n))
     }
 
     /// Backs pages until `n` free blocks are on hand, or as many as memory and pages allow. Returns how many
     /// are, at most `n`; they stay on hand as those of [`Pool::keep_on_hand`] do. Where memory is short it asks for half as many
     /// pages, and half again.
     pub fn reserve_demand(&self, n: u32) -> Result<u32, PoolError> {
+        let mut state = self.shared.enter()?;
+        if state.ledger.backed_free_blocks() >= n {
+            return Ok(state.keep_on_hand(n));
+        }
+        state.wanted += u64::from(n); // while the driver is called, what is on hand must not leave
+        let backed = self.back_demand(state, n);
+        let mut state = self.shared.lock()?;
+        state.wanted -= u64::from(n);
+        backed?;
+        state.usable()?;
+        Ok(state.keep_on_hand(n))
+    }
+
+    fn back_demand<'a>(&'a self, mut state: Guard<'a>, n: u32) -> Result<(), PoolError> {
         let deadline = self.shared.deadline();
         let mut at_most = u32::MAX;
-        let mut state = self.shared.enter()?;
         let mut rounds = 0;
-        while rounds < MAX_ROUNDS {
-            // Also while the driver is called: what is on hand then must not leave behind it.
-            state.kept_on_hand = state.kept_on_hand.max(n);
-            if state.ledger.backed_free_blocks() >= n {
-                break;
-            }
+        while rounds < MAX_ROUNDS && state.ledger.backed_free_blocks() < n {
             let pages = state.ledger.plan_backing(n, at_most);
             if pages.is_empty() && state.ledger.block_counts().in_motion > 0 {
-                let Some(next) = self.wait(state, deadline)? else { return self.keep_on_hand(n) };
+                let Some(next) = self.wait(state, deadline)? else { return Ok(()) };
                 state = next;
                 continue;
             }
             if pages.is_empty() {
-                break;
+                return Ok(());
             }
             rounds += 1;
             let enough = |ledger: &Ledger| ledger.backed_free_blocks() >= n;
@@ -266,10 +272,10 @@ impl Pool {
             match backing {
                 Backing::Done | Backing::Again => {}
                 Backing::Short(_) if pages.len() > 1 => at_most = pages.len() as u32 / 2,
-                Backing::Short(_) => break,
+                Backing::Short(_) => return Ok(()),
             }
         }
-        Ok(n.min(state.ledger.backed_free_blocks()))
+        Ok(())
     }
 
     // ---------------------------------------------------------------- queued work
@@ -414,8 +420,8 @@ impl Pool {
     }
 
     /// [`Shared::back`], on demand of a caller. Where the device refuses while memory of this pool is on its way back, or came
-    /// back meanwhile, nothing is known yet: it is asked again when a driver call has ended, not whenever others do something,
-    /// unless there is `enough` by then.
+    /// back meanwhile, nothing is known yet: it is asked again when a driver call has ended or other pools gave memory back, not whenever
+    /// others do something, unless there is `enough` by then.
     fn back<'a>(
         &'a self,
         state: Guard<'a>,
@@ -423,7 +429,7 @@ impl Pool {
         deadline: Instant,
         enough: impl Fn(&Ledger) -> bool,
     ) -> Result<(Guard<'a>, Backing), PoolError> {
-        let settled = state.settlements + 1; // with this call
+        let (settled, freed) = (state.settlements + 1, state.freed); // with this call
         let (mut state, outcome) = self.shared.back(state, pages)?;
         state.still_open()?;
         let source = match outcome {
@@ -434,7 +440,7 @@ impl Pool {
             Err(MapFailure::OutOfMemory { source }) => source,
             Err(failure) => return Err(PoolError::from_map(failure, pages.len() as u32)),
         };
-        while state.settlements == settled && !enough(&state.ledger) {
+        while (state.settlements, state.freed) == (settled, freed) && !enough(&state.ledger) {
             if state.ledger.page_counts().in_motion() == 0 {
                 return Ok((state, Backing::Short(source)));
             }

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use kvcached_ledger::{Ledger, PageCounts};
 
-use crate::counts::{Counts, tell};
+use crate::beside::Beside;
+use crate::counts::{Counts, tell, tell_bytes};
 use crate::error::PoolError;
 use crate::fork::Owner;
 use crate::limit::Standing;
@@ -44,6 +45,8 @@ pub(crate) struct State {
     /// Blocks that allocations under way need: what is on hand of them must not leave while the rest is backed.
     pub wanted: u64,
     pub limit: Standing,
+    /// Whole pages within the limit.
+    pub limit_pages: u32,
     pub demand: Demand,
     pub pager: PagerState,
     pub tally: Tally,
@@ -55,8 +58,14 @@ pub(crate) struct State {
     pub meter: Option<Arc<dyn Meter>>,
     /// Driver calls that have ended.
     pub settlements: u64,
+    /// Times that others were said to have given memory back.
+    pub freed: u64,
     /// What the mapper held beside the pages when a driver call last ended.
-    pub beside_bytes: u64,
+    pub beside: Beside,
+    /// Times that blocks were handed out.
+    allocations: u64,
+    /// How many of them somebody has seen, and when it was first seen that there were no more.
+    seen: (u64, Instant),
     /// What was last told to the meter.
     published: Option<Usage>,
     /// Callers that wait on `changed`.
@@ -129,8 +138,15 @@ impl Tally {
 }
 
 impl State {
-    pub fn new(ledger: Ledger, limit: Standing, demand: Demand, meter: Arc<dyn Meter>) -> Self {
+    pub fn new(
+        ledger: Ledger,
+        limit: Standing,
+        demand: Demand,
+        beside: Beside,
+        meter: Arc<dyn Meter>,
+    ) -> Self {
         State {
+            limit_pages: ledger.target(),
             ledger,
             credit: 0,
             kept_on_hand: 0,
@@ -143,7 +159,10 @@ impl State {
             broken: None,
             meter: Some(meter),
             settlements: 0,
-            beside_bytes: 0,
+            freed: 0,
+            beside,
+            allocations: 0,
+            seen: (0, Instant::now()),
             published: None,
             waiting: 0,
             changes: 0,
@@ -173,6 +192,13 @@ impl State {
         self.demand.ahead().saturating_sub(pages.reserved + pages.retired).min(pages.free)
     }
 
+    /// How many of `n` blocks are on hand; they stay there.
+    pub fn keep_on_hand(&mut self, n: u32) -> u32 {
+        let on_hand = n.min(self.ledger.backed_free_blocks());
+        self.kept_on_hand = self.kept_on_hand.max(on_hand);
+        on_hand
+    }
+
     /// Blocks that must not leave.
     pub fn on_hand_wanted(&self) -> u32 {
         u32::try_from(self.wanted).unwrap_or(u32::MAX).saturating_add(self.kept_on_hand)
@@ -187,7 +213,47 @@ impl State {
 
     /// Whether idle memory is to be given back now.
     pub fn has_surplus(&self) -> bool {
-        !self.pager.unmapping_refused && self.ledger.has_surplus(self.demand.keep(), self.on_hand_wanted())
+        !self.pager.unmapping_refused && self.ledger.has_surplus(self.keep(), self.on_hand_wanted())
+    }
+
+    /// Idle pages that stay mapped.
+    pub fn keep(&self) -> u32 {
+        if self.is_beyond_limit() { 0 } else { self.demand.keep() }
+    }
+
+    /// Has the ledger follow the limit, as far as blocks that somebody was told are on hand allow: beyond its target it would not
+    /// issue them. While they are not allocated nothing is backed, and what is idle besides goes.
+    pub fn follow_limit(&mut self) {
+        let (limit, target) = (self.limit_pages, self.ledger.target());
+        if limit == target {
+            return;
+        }
+        let pages = self.ledger.page_counts();
+        let occupied = pages.total() - pages.free - pages.withdrawn;
+        let told = self.kept_on_hand.min(self.ledger.backed_free_blocks()) > 0;
+        let least = if told { occupied.min(target) } else { 0 };
+        if limit.max(least) != target {
+            self.ledger.set_target(limit.max(least));
+        }
+    }
+
+    /// More memory is held than the limit allows.
+    pub fn is_beyond_limit(&self) -> bool {
+        self.ledger.excess() > 0 || self.ledger.target() > self.limit_pages
+    }
+
+    /// Idle pages without which all blocks stay on hand that must. The last page may hold fewer blocks than the others.
+    fn idle_pages(&self) -> u32 {
+        let spare = self.ledger.backed_free_blocks().saturating_sub(self.on_hand_wanted());
+        self.ledger.page_counts().reserved.min(spare / self.ledger.layout().blocks_per_page)
+    }
+
+    /// How long no block has been handed out, as far as those who ask can tell.
+    pub fn idle_for(&mut self, now: Instant) -> Duration {
+        if self.seen.0 != self.allocations {
+            self.seen = (self.allocations, now);
+        }
+        now.saturating_duration_since(self.seen.1)
     }
 
     fn pager_has_work(&self) -> bool {
@@ -226,7 +292,9 @@ impl State {
 
     fn outlook(&self) -> Outlook {
         Outlook {
+            freed: self.freed,
             pages: self.ledger.page_counts(),
+            held: self.ledger.held_blocks(),
             backed: self.ledger.backed_free_blocks(),
             available: self.ledger.available_blocks(),
             quiet: self.pager.idle || self.pager.gone,
@@ -238,7 +306,9 @@ impl State {
 /// What somebody may wait for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Outlook {
+    freed: u64,
     pages: PageCounts,
+    held: u32,
     backed: u32,
     available: u32,
     quiet: bool,
@@ -272,7 +342,7 @@ impl Shared {
     }
 
     /// One of the counts, without a lock.
-    pub fn count(&self, count: impl Fn(&Counts) -> u32) -> Result<u32, PoolError> {
+    pub fn count<T>(&self, count: impl Fn(&Counts) -> T) -> Result<T, PoolError> {
         self.owner.check()?;
         let value = count(&self.counts);
         if self.counts.is_closed() {
@@ -294,7 +364,9 @@ impl Shared {
 
     /// Tells everybody what they may want to know.
     fn publish(&self, state: &mut State, before: &Outlook, by_pager: bool) {
+        state.follow_limit();
         let after = state.outlook();
+        state.allocations += u64::from(after.held > before.held);
         if !by_pager {
             // Of the pages that now hold blocks those that were retired needed no memory.
             let reused = before.pages.retired.saturating_sub(after.pages.retired);
@@ -311,7 +383,8 @@ impl Shared {
         tell(&self.counts.available, after.available);
         tell(&self.counts.backed, after.backed);
         tell(&self.counts.promised, state.promised());
-        tell(&self.counts.held, state.ledger.held_blocks());
+        tell(&self.counts.held, after.held);
+        tell_bytes(&self.counts.idle, u64::from(state.idle_pages()) * self.page_bytes + state.beside.kept());
         if !after.open {
             self.counts.close();
         }
@@ -329,7 +402,7 @@ impl Shared {
     }
 
     fn tell_meter(&self, state: &mut State, pages: PageCounts) {
-        let usage = self.usage(pages, state.beside_bytes);
+        let usage = self.usage(pages, state.beside.bytes());
         if state.published != Some(usage) {
             state.published = Some(usage);
             if let Some(meter) = &state.meter {
@@ -363,6 +436,11 @@ impl<'a> Guard<'a> {
     pub fn of_pager(mut self) -> Self {
         self.by_pager = true;
         self
+    }
+
+    /// Whether the pager holds it.
+    pub fn is_of_pager(&self) -> bool {
+        self.by_pager
     }
 
     /// Waits until something has changed. `None`: nothing did before `deadline`.
