@@ -80,6 +80,7 @@ impl Shared {
             state.broken = Some(detail.clone());
             return Err(PoolError::StateConsistency { detail });
         }
+        state.follow_limit(); // before somebody, under this lock, backs pages anew
         Ok(state)
     }
 }

@@ -353,3 +353,45 @@ fn a_pool_that_is_dropped_leaves_no_thread_and_no_memory() {
         assert_eq!((turns.mapped(), Arc::strong_count(&turns)), (0, 1));
     });
 }
+
+#[test]
+fn idle_memory_is_given_back_while_others_take_it() {
+    try_orders(|| {
+        let turns = Turns::new(3);
+        let pool = pool(&turns, 3, 3);
+        let other = spawn(&pool, |pool| {
+            take_and_give(pool, 2 * BLOCKS, 1);
+            let told = pool.reserve_demand(BLOCKS).unwrap();
+            thread::yield_now();
+            let ids = pool.alloc_on_hand(told).unwrap().unwrap_or_else(|| panic!("{told} were on hand"));
+            pool.free(&ids).unwrap();
+        });
+        let lowering = spawn(&pool, |pool| {
+            pool.set_limit(2 * PAGE_BYTES, None).unwrap();
+            pool.memory_freed();
+        });
+        pool.give_back_idle(2 * PAGE_BYTES).unwrap();
+        other.join().unwrap();
+        lowering.join().unwrap();
+        assert!(pool.quiesce(TIMEOUT).unwrap());
+        assert_eq!(pool.limit().unwrap().state, LimitState::Applied);
+        pool.give_back_idle(u64::MAX).unwrap();
+        assert_eq!((turns.mapped(), pool.idle_bytes()), (0, 0));
+    });
+}
+
+#[test]
+fn what_is_on_hand_stays_there_when_the_limit_falls() {
+    try_orders(|| {
+        let turns = Turns::new(4);
+        let pool = pool(&turns, 4, 2);
+        let lowering = spawn(&pool, |pool| pool.set_limit(0, None).unwrap());
+        let told = pool.reserve_demand(2 * BLOCKS).unwrap();
+        thread::yield_now();
+        let ids = pool.alloc_on_hand(told).unwrap().unwrap_or_else(|| panic!("{told} were on hand"));
+        pool.free(&ids).unwrap();
+        lowering.join().unwrap();
+        assert!(pool.quiesce(TIMEOUT).unwrap());
+        assert_eq!((pool.limit().unwrap().state, turns.mapped()), (LimitState::Applied, 0));
+    });
+}

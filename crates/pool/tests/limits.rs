@@ -214,3 +214,64 @@ fn every_order_of_shrinking_and_growing_hands_out_each_page_once() {
         assert_eq!((pool.available().unwrap(), fake.mapped()), (40, vec![]));
     }
 }
+
+#[test]
+fn a_limit_that_falls_takes_nothing_that_a_scheduler_was_told_is_on_hand() {
+    for async_sched in [false, true] {
+        let (fake, pool) = pool(PoolConfig { async_sched, max_reserved_bytes: 8 * PAGE_BYTES, ..config(80) });
+        let ids = pool.alloc(4).unwrap().unwrap();
+        let rest = pool.alloc(16).unwrap().unwrap();
+        pool.free(&rest).unwrap();
+        assert_eq!(pool.reserve_demand(8).unwrap(), 8);
+        let limit = pool.set_limit(PAGE_BYTES, None).unwrap();
+        assert_eq!((limit.state, limit.target_pages), (LimitState::Deferred, 1));
+        assert_eq!(fake.mapped().len(), 3, "what is idle beyond the promise goes at once");
+        assert_eq!((pool.backed().unwrap(), pool.available().unwrap()), (8, 8), "and nothing else is issued");
+        assert_eq!(pool.reserve_demand(9).unwrap(), 8, "nothing is backed beyond the limit");
+        let told = pool.alloc_on_hand(8).unwrap().unwrap();
+        assert_eq!((pool.alloc(1).unwrap(), pool.limit().unwrap().state), (None, LimitState::Deferred));
+        pool.free(&told).unwrap();
+        let limit = pool.limit().unwrap();
+        assert_eq!((limit.state, limit.occupied_bytes), (LimitState::Applied, PAGE_BYTES));
+        pool.free(&ids).unwrap();
+        check(&fake, &pool);
+    }
+}
+
+#[test]
+fn a_promise_that_nobody_keeps_up_ends_and_the_limit_is_met() {
+    type Ends = fn(&fake::Steady);
+    let ends: [Ends; 4] = [
+        |pool| {
+            pool.begin_epoch().unwrap();
+        },
+        |pool| pool.release_through(0).unwrap(),
+        |pool| pool.clear().unwrap(),
+        |pool| {
+            pool.trim().unwrap();
+        },
+    ];
+    for end in ends {
+        let (fake, pool) = pool(PoolConfig { async_sched: true, ..config(80) });
+        assert_eq!(pool.reserve_demand(12).unwrap(), 12);
+        assert_eq!(pool.set_limit(PAGE_BYTES, None).unwrap().state, LimitState::Deferred);
+        assert_eq!(fake.mapped().len(), 3);
+        end(&pool);
+        assert_eq!((pool.limit().unwrap().state, fake.mapped().len()), (LimitState::Applied, 0));
+        assert_eq!(pool.alloc(5).unwrap(), None);
+        assert_eq!(pool.alloc(4).unwrap().unwrap().len(), 4);
+        check(&fake, &pool);
+    }
+}
+
+#[test]
+fn a_limit_that_rises_again_finds_the_promise_kept() {
+    let (fake, pool) = pool(config(80));
+    assert_eq!(pool.reserve_demand(8).unwrap(), 8);
+    pool.set_limit(0, None).unwrap();
+    pool.set_limit(PAGE_BYTES, None).unwrap();
+    assert_eq!((pool.backed().unwrap(), fake.mapped().len()), (8, 2));
+    assert_eq!(pool.set_limit(5 * PAGE_BYTES, None).unwrap().state, LimitState::Applied);
+    assert_eq!(pool.alloc(20).unwrap().unwrap().len(), 20);
+    check(&fake, &pool);
+}

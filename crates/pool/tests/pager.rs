@@ -662,3 +662,170 @@ fn a_pool_that_is_broken_pages_no_more() {
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(breaks.unmaps.load(Ordering::SeqCst), 1, "nobody knows what is mapped");
 }
+
+#[test]
+fn idle_memory_is_given_back_on_request_and_no_more_than_was_asked_for() {
+    let (fake, pool) = pool(with_reserve(2, 8));
+    let ids = pool.alloc(32).unwrap().unwrap();
+    pool.free(&ids[4..]).unwrap(); // eight pages, but for the first
+    fake.keep_beside(PAGE_BYTES);
+    let epoch = pool.begin_epoch().unwrap();
+    pool.release_through(epoch).unwrap();
+    let idle = pool.stats().unwrap().pages.reserved;
+    assert!(idle >= 7 && pool.idle_bytes() == u64::from(idle) * PAGE_BYTES, "{idle}");
+    fake.calls();
+    assert_eq!(pool.give_back_idle(0).unwrap(), 0);
+    assert_eq!(fake.calls(), []);
+    assert_eq!(pool.give_back_idle(PAGE_BYTES + 1).unwrap(), 2 * PAGE_BYTES, "whole pages");
+    pool.wait();
+    assert_eq!(pool.idle_bytes(), u64::from(idle - 2 + 1) * PAGE_BYTES, "and what the mapper keeps");
+    assert_eq!(fake.calls().len(), 1, "nothing is mapped ahead in its place");
+    // The minimum too, and what the mapper keeps only where pages are not enough.
+    let given = pool.give_back_idle(u64::from(idle - 2) * PAGE_BYTES + 1).unwrap();
+    pool.wait();
+    assert_eq!((given, pool.idle_bytes()), (u64::from(idle - 2) * PAGE_BYTES + PAGE_BYTES, 0));
+    assert!(matches!(fake.calls()[..], [Call::Unmap(_), Call::Trim]));
+    assert_eq!(fake.mapped(), [0]);
+    pool.alloc(4).unwrap().unwrap();
+    assert_eq!(pool.stats().unwrap().pages.reserved, 2, "until pages are taken again");
+    check(&fake, &pool);
+    pool.shutdown().unwrap();
+    assert_eq!(pool.idle_bytes(), 0);
+    assert!(matches!(pool.give_back_idle(1), Err(PoolError::Shutdown)));
+}
+
+#[test]
+fn what_the_mapper_keeps_of_given_pages_is_not_counted_as_given() {
+    let (fake, pool) = pool(with_reserve(0, 8));
+    let ids = pool.alloc(16).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    let idle = pool.idle_bytes();
+    fake.keep_of_unmapped(2);
+    fake.calls();
+    assert_eq!(pool.give_back_idle(3 * PAGE_BYTES).unwrap(), 3 * PAGE_BYTES);
+    assert!(matches!(&fake.calls()[..], [Call::Unmap(pages), Call::Trim] if pages.len() == 3));
+    assert_eq!(pool.idle_bytes(), idle - 3 * PAGE_BYTES);
+    check(&fake, &pool);
+}
+
+#[test]
+fn zeros_are_not_idle() {
+    let fake = Arc::new(Fake::default());
+    fake.keep_beside(PAGE_BYTES);
+    let pool = Pool::new(with_reserve(0, 0), fake.clone(), fake.clone()).unwrap();
+    assert_eq!(pool.idle_bytes(), 0);
+    fake.keep_of_unmapped(1);
+    let ids = pool.alloc(8).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    assert!(pool.quiesce(Duration::from_secs(10)).unwrap());
+    assert_eq!(pool.idle_bytes(), PAGE_BYTES, "what was kept of two pages");
+}
+
+#[test]
+fn nothing_is_given_of_what_a_scheduler_was_told_is_on_hand() {
+    let (fake, pool) = pool(with_reserve(0, 8));
+    let ids = pool.alloc(24).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    assert_eq!(pool.keep_on_hand(10).unwrap(), 10);
+    let reserved = pool.stats().unwrap().pages.reserved;
+    assert_eq!(pool.idle_bytes(), u64::from(reserved - 3) * PAGE_BYTES);
+    assert_eq!(pool.give_back_idle(u64::MAX).unwrap(), u64::from(reserved - 3) * PAGE_BYTES);
+    assert_eq!(pool.give_back_idle(PAGE_BYTES).unwrap(), 0, "nor later");
+    assert_eq!(pool.idle_bytes(), 0);
+    fake.set_budget(3);
+    assert_eq!(pool.alloc_on_hand(10).unwrap().unwrap().len(), 10);
+    assert_eq!(pool.idle_bytes(), 0);
+
+    // Nor of what it backed itself, part of which was had before the memory ended.
+    let (fake, pool) = self::pool(config(80));
+    fake.set_budget(3);
+    assert_eq!(pool.reserve_demand(40).unwrap(), 12);
+    assert_eq!((pool.give_back_idle(u64::MAX).unwrap(), fake.mapped().len()), (0, 3));
+    pool.begin_epoch().unwrap();
+    assert_eq!(pool.idle_bytes(), 0, "and then it leaves by itself");
+    check(&fake, &pool);
+}
+
+#[test]
+fn giving_idle_memory_back_says_so_where_the_driver_does_not_answer() {
+    let (gate, entered) = Gate::new();
+    let config = PoolConfig { patience: Duration::from_millis(50), ..config(8) };
+    let pool = Pool::new(config, gate.clone(), Arc::new(NoMeter)).unwrap();
+    gate.open();
+    let ids = pool.alloc(8).unwrap().unwrap();
+    pool.free(&ids).unwrap();
+    entered.recv().unwrap();
+    entered.recv().unwrap(); // the pager is in the driver
+    let began = Instant::now();
+    assert!(matches!(pool.give_back_idle(1), Err(PoolError::StateConsistency { .. })));
+    assert!(began.elapsed() < Duration::from_secs(5));
+    gate.open();
+    assert!(pool.quiesce(Duration::from_secs(10)).unwrap());
+}
+
+#[test]
+fn a_refused_reserve_is_asked_for_again_when_others_gave_memory_back() {
+    let (fake, pool) = pool(with_reserve(0, 6));
+    fake.set_budget(1);
+    pool.alloc(1).unwrap().unwrap();
+    fake.set_budget(9);
+    pool.wait();
+    assert_eq!(fake.mapped().len(), 1);
+    pool.memory_freed();
+    pool.wait();
+    assert!(fake.mapped().len() > 1);
+    check(&fake, &pool);
+    pool.shutdown().unwrap();
+    pool.memory_freed();
+}
+
+#[test]
+fn who_was_refused_while_memory_is_on_its_way_looks_again_when_others_gave_some() {
+    let (gate, entered) = Gate::new();
+    let pool = Arc::new(Pool::new(config(16), gate.clone(), Arc::new(NoMeter)).unwrap());
+    gate.open();
+    let ids = pool.alloc(8).unwrap().unwrap();
+    entered.recv().unwrap();
+    pool.free(&ids).unwrap();
+    entered.recv().unwrap(); // the pager gives them back, and takes its time
+    gate.refuse(1);
+    let waiting = std::thread::spawn({
+        let pool = pool.clone();
+        move || pool.alloc(8).unwrap()
+    });
+    while gate.refuse(0) > 0 {
+        gate.refuse(1);
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!waiting.is_finished());
+    pool.memory_freed();
+    entered.recv_timeout(Duration::from_secs(5)).unwrap(); // asked again
+    gate.open();
+    gate.open();
+    assert_eq!(waiting.join().unwrap().unwrap().len(), 8);
+    let closing = std::thread::spawn(move || pool.shutdown().unwrap());
+    entered.recv().unwrap();
+    gate.open();
+    closing.join().unwrap();
+}
+
+#[test]
+fn a_pool_is_idle_since_blocks_were_last_handed_out() {
+    let (_fake, pool) = pool(with_reserve(0, 4));
+    let asleep = Duration::from_millis(30);
+    let ids = pool.alloc(4).unwrap().unwrap();
+    assert!(pool.idle_for() < asleep);
+    std::thread::sleep(asleep);
+    assert!(pool.idle_for() >= asleep);
+    pool.free(&ids).unwrap();
+    assert!(pool.idle_for() >= asleep, "what comes back was not wanted");
+    pool.try_to_reserve(2).unwrap();
+    pool.alloc(1).unwrap().unwrap();
+    assert!(pool.idle_for() < asleep);
+    std::thread::sleep(asleep);
+    pool.claim(&[30]).unwrap();
+    assert!(pool.idle_for() < asleep);
+    pool.shutdown().unwrap();
+    assert_eq!(pool.idle_for(), Duration::MAX);
+}

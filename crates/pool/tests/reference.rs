@@ -18,6 +18,8 @@ enum Op {
     FreeRaw(Vec<u32>),
     Claim(Vec<u32>),
     Demand(u32),
+    DemandUnder(u32, u64),
+    GiveBack(u64),
     Promise(u64),
     SetAside(u32),
     FreeReserved,
@@ -37,6 +39,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => prop::collection::vec(0u32..60, 1..4).prop_map(Op::FreeRaw),
         2 => prop::collection::vec(0u32..60, 1..4).prop_map(Op::Claim),
         3 => (0u32..30).prop_map(Op::Demand),
+        2 => (0u32..30, 0u64..14).prop_map(|(n, limit)| Op::DemandUnder(n, limit)),
+        1 => (0u64..4).prop_map(Op::GiveBack),
         2 => (0u64..4).prop_map(Op::Promise),
         1 => (0u32..6).prop_map(Op::SetAside),
         1 => Just(Op::FreeReserved),
@@ -129,6 +133,31 @@ fn run(config: PoolConfig, ops: Vec<Op>) -> Result<(), TestCaseError> {
                 }
                 Err(error) => prop_assert!(matches!(error, PoolError::Quarantined { .. }), "{}", error),
             },
+            Op::DemandUnder(n, pages) => {
+                fake.heal();
+                let told = pool.keep_on_hand(n).unwrap();
+                let answer = pool.set_limit(pages * PAGE_BYTES, None).unwrap();
+                if answer.state != LimitState::Rejected {
+                    limit = pages;
+                }
+                let _ = pool.give_back_idle(pages * PAGE_BYTES).unwrap();
+                let ids = pool.alloc_on_hand(told).unwrap();
+                prop_assert!(ids.is_some(), "{} blocks were on hand", told);
+                pool.wait();
+                for id in ids.unwrap() {
+                    prop_assert!(held.insert(id), "{} is held twice", id);
+                }
+            }
+            Op::GiveBack(pages) => {
+                let idle = pool.idle_bytes();
+                let given = pool.give_back_idle(pages * PAGE_BYTES).unwrap();
+                pool.wait();
+                let faulted = fake.counts().1 > faults;
+                prop_assert!(faulted || given >= (pages * PAGE_BYTES).min(idle));
+                prop_assert!(faulted || given <= pages * PAGE_BYTES);
+                let gone = before.mapped_bytes - pool.stats().unwrap().mapped_bytes;
+                prop_assert!(faulted || gone == given, "{} gone, {} given", gone, given);
+            }
             Op::Promise(leave) => {
                 if let Ok(promised) = pool.refresh_credit(leave * PAGE_BYTES) {
                     fake.heal();
