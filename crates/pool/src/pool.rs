@@ -243,27 +243,32 @@ impl Pool {
             return Ok(state.keep_on_hand(n));
         }
         state.wanted += u64::from(n); // while the driver is called, what is on hand must not leave
-        let backed = self.back_demand(state, n);
-        let mut state = self.shared.lock()?;
-        state.wanted -= u64::from(n);
-        backed?;
-        state.usable()?;
-        Ok(state.keep_on_hand(n))
+        match self.back_demand(state, n) {
+            Ok(mut state) => {
+                state.wanted -= u64::from(n);
+                Ok(state.keep_on_hand(n))
+            }
+            Err(error) => {
+                self.shared.lock()?.wanted -= u64::from(n);
+                Err(error)
+            }
+        }
     }
 
-    fn back_demand<'a>(&'a self, mut state: Guard<'a>, n: u32) -> Result<(), PoolError> {
+    /// Returns with the lock held, so that nobody takes what it has counted.
+    fn back_demand<'a>(&'a self, mut state: Guard<'a>, n: u32) -> Result<Guard<'a>, PoolError> {
         let deadline = self.shared.deadline();
         let mut at_most = u32::MAX;
         let mut rounds = 0;
         while rounds < MAX_ROUNDS && state.ledger.backed_free_blocks() < n {
             let pages = state.ledger.plan_backing(n, at_most);
             if pages.is_empty() && state.ledger.block_counts().in_motion > 0 {
-                let Some(next) = self.wait(state, deadline)? else { return Ok(()) };
+                let Some(next) = self.wait(state, deadline)? else { return self.shared.enter() };
                 state = next;
                 continue;
             }
             if pages.is_empty() {
-                return Ok(());
+                return Ok(state);
             }
             rounds += 1;
             let enough = |ledger: &Ledger| ledger.backed_free_blocks() >= n;
@@ -272,10 +277,10 @@ impl Pool {
             match backing {
                 Backing::Done | Backing::Again => {}
                 Backing::Short(_) if pages.len() > 1 => at_most = pages.len() as u32 / 2,
-                Backing::Short(_) => return Ok(()),
+                Backing::Short(_) => return Ok(state),
             }
         }
-        Ok(())
+        Ok(state)
     }
 
     // ---------------------------------------------------------------- queued work
