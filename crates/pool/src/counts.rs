@@ -11,6 +11,8 @@ pub(crate) struct Counts {
     pub held: AtomicU32,
     /// Bytes that could be given back.
     pub idle: AtomicU64,
+    /// Bytes of pages without blocks that queued work or a driver call keeps.
+    pub leaving: AtomicU64,
     /// The pool is shut down or broken: the counts mean nothing.
     closed: AtomicBool,
 }

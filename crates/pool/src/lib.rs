@@ -21,9 +21,11 @@ mod pager;
 mod pool;
 mod ranks;
 mod reserve;
+mod shares;
 mod shortage;
 mod state;
 mod stats;
+mod steward;
 mod sync;
 
 pub use budgeted::{Budgeted, Share, Waiter};
@@ -34,7 +36,9 @@ pub use limit::{LimitState, MemoryLimit};
 pub use mapper::{Cause, MapFailure, Mapper, UnmapFailure, Watcher};
 pub use meter::{Meter, NoMeter, Usage};
 pub use pool::Pool;
+pub use shares::Shares;
 pub use state::Tally;
 pub use stats::PoolStats;
+pub use steward::{CachePolicy, Cached, Steward};
 
 pub use kvcached_ledger::{BlockError, EpochError, Layout, LayoutError, PageCounts, PageOrder};

@@ -114,6 +114,11 @@ impl Pool {
         self.shared.count(|counts| counts.idle.load(Ordering::Acquire)).unwrap_or(0)
     }
 
+    /// Bytes of pages without blocks that are not idle yet: queued work may still read them, or the pager is giving them back. No lock.
+    pub fn leaving_bytes(&self) -> u64 {
+        self.shared.count(|counts| counts.leaving.load(Ordering::Acquire)).unwrap_or(0)
+    }
+
     /// How long no block has been handed out, as far as those who ask can tell: an allocation counts from the first question after
     /// it, so that it need not look at the clock. Of a pool that serves no more: for ever.
     pub fn idle_for(&self) -> Duration {

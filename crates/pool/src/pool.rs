@@ -104,6 +104,11 @@ impl Pool {
         Ok(())
     }
 
+    /// Physical bytes of one page.
+    pub fn page_bytes(&self) -> u64 {
+        self.shared.page_bytes
+    }
+
     // ---------------------------------------------------------------- blocks
 
     /// The block that is held for good.

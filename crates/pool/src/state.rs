@@ -385,6 +385,8 @@ impl Shared {
         tell(&self.counts.promised, state.promised());
         tell(&self.counts.held, after.held);
         tell_bytes(&self.counts.idle, u64::from(state.idle_pages()) * self.page_bytes + state.beside.kept());
+        let leaving = u64::from(after.pages.retired + after.pages.unmapping);
+        tell_bytes(&self.counts.leaving, leaving * self.page_bytes);
         if !after.open {
             self.counts.close();
         }

@@ -6,8 +6,9 @@ mod fake;
 use std::sync::{Arc, Barrier, Mutex, mpsc};
 use std::time::Duration;
 
-use fake::{Fake, config};
-use kvcached_pool::{Meter, Pool, PoolError, Usage};
+use fake::share::Part;
+use fake::{Fake, PAGE_BYTES, config};
+use kvcached_pool::{Budgeted, Mapper, Meter, Pool, PoolError, Usage};
 
 /// Holds up whoever tells it that memory is used while `gate` is locked: under the pool's lock.
 struct Slow {
@@ -29,6 +30,9 @@ fn a_fork_is_refused_before_the_lock() {
     let slow = Arc::new(Slow { gate: Mutex::default(), told: Barrier::new(2) });
     let fake = Arc::new(Fake::default());
     let pool = Arc::new(Pool::new(config(12), fake.clone(), slow.clone()).unwrap());
+    let share = Part::alone(9 * PAGE_BYTES);
+    let charged = Budgeted::new(Arc::new(Fake::default()), share.clone());
+    charged.map(&[0]).unwrap();
     let held = slow.gate.lock().unwrap();
     let allocating = std::thread::spawn({
         let pool = Arc::clone(&pool);
@@ -43,6 +47,8 @@ fn a_fork_is_refused_before_the_lock() {
     let inherited = Arc::clone(&pool);
     std::thread::spawn(move || {
         let pool = inherited;
+        pool.memory_freed();
+        assert_eq!((pool.idle_bytes(), pool.idle_for()), (0, Duration::MAX));
         done.send(vec![
             pool.alloc(1).map(drop),
             pool.free(&[0]),
@@ -64,6 +70,8 @@ fn a_fork_is_refused_before_the_lock() {
             pool.begin_epoch().map(drop),
             pool.release_through(0),
             pool.trim().map(drop),
+            pool.give_back_idle(1).map(drop),
+            pool.device_room().map(drop),
             pool.clear(),
             pool.shutdown().map(drop),
             pool.occupancy(&[0]).map(drop),
@@ -86,6 +94,9 @@ fn a_fork_is_refused_before_the_lock() {
     fake.calls();
     drop(pool); // not shut down: the memory is another process's
     assert_eq!((fake.mapped(), fake.calls()), (vec![0], vec![]));
+
+    drop(charged);
+    assert_eq!(share.granted(), PAGE_BYTES, "what is charged is its parent's");
 
     // What a fork makes itself is its own.
     let own = Pool::new(config(12), Arc::new(Fake::default()), Arc::new(kvcached_pool::NoMeter)).unwrap();

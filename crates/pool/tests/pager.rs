@@ -612,6 +612,7 @@ fn a_retired_page_is_as_good_as_one_in_reserve() {
     assert_eq!(fake.mapped(), [0, 1]);
     pool.begin_epoch().unwrap();
     pool.free(&ids).unwrap();
+    assert_eq!((pool.leaving_bytes(), pool.idle_bytes()), (PAGE_BYTES, PAGE_BYTES));
     pool.alloc(4).unwrap().unwrap();
     assert_eq!(fake.mapped(), [0, 1], "the next allocation can have it");
     check(&fake, &pool);
@@ -680,6 +681,7 @@ fn idle_memory_is_given_back_on_request_and_no_more_than_was_asked_for() {
     pool.wait();
     assert_eq!(pool.idle_bytes(), u64::from(idle - 2 + 1) * PAGE_BYTES, "and what the mapper keeps");
     assert_eq!(fake.calls().len(), 1, "nothing is mapped ahead in its place");
+    assert_eq!(pool.leaving_bytes(), 0);
     // The minimum too, and what the mapper keeps only where pages are not enough.
     let given = pool.give_back_idle(u64::from(idle - 2) * PAGE_BYTES + 1).unwrap();
     pool.wait();

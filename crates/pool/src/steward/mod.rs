@@ -1,0 +1,347 @@
+//! What a process does for the others and for whoever controls it: one thread, which looks after all of its pools.
+//!
+//! It sleeps on the bell of the instance's record and is rung when terms were asked for, when another instance waits for memory and
+//! when one has given some back. `plan.rs` decides; here is what it sees and does. It calls pools, the driver through them, and the
+//! engine's cache without holding any lock.
+
+mod plan;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvcached_control::{Asked, InstanceRecord, Outcome, Terms};
+
+use crate::error::PoolError;
+use crate::fork::Owner;
+use crate::limit::{LimitState, MemoryLimit};
+use crate::mapper::Cause;
+use crate::pool::Pool;
+use crate::shares::Shares;
+
+pub use plan::CachePolicy;
+use plan::{Action, View};
+
+/// How long the end of a [`Steward`] waits for what it is just doing.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Prefixes that an engine keeps cached, whose blocks no request holds. Called from the steward's thread, without any lock.
+pub trait Cached: Send + Sync {
+    /// Has prefixes evicted until that many bytes of whole pages are empty, or on their way to be; returns how many are. May return
+    /// before the engine has done it. Asked again meanwhile the latest number counts, not the sum.
+    fn give(&self, bytes: u64) -> u64;
+
+    /// Bytes of the pages that would be empty, were everything evicted.
+    fn bytes(&self) -> u64;
+}
+
+/// Looks after the pools of one process: puts terms in force that were asked for, gives memory back to other instances that wait for
+/// it, and has the pools look again when there is more for themselves.
+///
+/// Dropping it ends its thread. In a fork it does nothing.
+pub struct Steward {
+    house: Arc<House>,
+    thread: Option<JoinHandle<()>>,
+    owner: Owner,
+}
+
+/// What the steward and its owner share.
+struct House {
+    record: Arc<InstanceRecord>,
+    shares: Arc<Shares>,
+    policy: CachePolicy,
+    pools: Mutex<Vec<Weak<Pool>>>,
+    cached: Mutex<Option<Arc<dyn Cached>>>,
+    ending: AtomicBool,
+    ended: Mutex<bool>,
+    end: Condvar,
+}
+
+impl Steward {
+    /// Begins to look after an instance without pools. One for each record: nobody else may wait for its bell or answer what is
+    /// asked of it.
+    pub fn new(
+        record: Arc<InstanceRecord>,
+        shares: Arc<Shares>,
+        policy: CachePolicy,
+    ) -> Result<Self, PoolError> {
+        let house = Arc::new(House {
+            record,
+            shares,
+            policy,
+            pools: Mutex::default(),
+            cached: Mutex::default(),
+            ending: AtomicBool::new(false),
+            ended: Mutex::default(),
+            end: Condvar::new(),
+        });
+        let rounds = Rounds { house: house.clone(), deferred: None, cache_was_given: false };
+        let thread = std::thread::Builder::new().name("kvcached-steward".to_owned()).spawn(|| rounds.walk());
+        let thread = Some(thread.map_err(|error| PoolError::Driver { source: error.into() })?);
+        Ok(Steward { house, thread, owner: Owner::this_process() })
+    }
+
+    /// Looks after this pool too, as long as it lives, beginning with the limit that is in force.
+    pub fn watch(&self, pool: &Arc<Pool>) -> Result<(), PoolError> {
+        self.owner.check()?;
+        lock(&self.house.pools).push(Arc::downgrade(pool));
+        let limit = self.house.record.terms().limit_bytes;
+        if let Some(bytes) = limit {
+            pool.set_limit(bytes, None)?;
+        }
+        self.house.record.ring();
+        Ok(())
+    }
+
+    /// From now on this is what evicts cached prefixes; None: nothing does.
+    pub fn set_cached(&self, cached: Option<Arc<dyn Cached>>) {
+        if self.owner.check().is_ok() {
+            let before = std::mem::replace(&mut *lock(&self.house.cached), cached);
+            drop(before);
+            self.house.record.ring();
+        }
+    }
+}
+
+impl Drop for Steward {
+    fn drop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        // A thread of another process cannot be waited for, nor can itself, dropped by what it calls.
+        if self.owner.is_other() {
+            return std::mem::forget(thread);
+        }
+        self.house.ending.store(true, Ordering::SeqCst);
+        if thread.thread().id() == std::thread::current().id() {
+            return;
+        }
+        self.house.record.ring();
+        let ended = lock(&self.house.ended);
+        let waited = self.house.end.wait_timeout_while(ended, PATIENCE, |ended| !*ended);
+        // Where the driver or the engine does not answer, the thread is left to them.
+        if waited.is_ok_and(|(ended, _)| *ended) {
+            let _ = thread.join();
+        } else {
+            tracing::warn!("the steward of an instance did not end in time");
+        }
+    }
+}
+
+/// The thread, and what it remembers from one look to the next.
+struct Rounds {
+    house: Arc<House>,
+    /// Terms that were answered with "deferred".
+    deferred: Option<Asked>,
+    cache_was_given: bool,
+}
+
+impl Rounds {
+    fn walk(mut self) {
+        let _last = Last(self.house.clone());
+        while !self.house.ending.load(Ordering::SeqCst) {
+            let heard = self.house.record.heard();
+            self.house.shares.fall_asleep(); // before it looks: whatever comes later rings
+            let pools = self.house.pools();
+            let mut view = self.look(&pools);
+            for action in plan::plan(&view, &self.house.policy) {
+                self.carry_out(action, &pools);
+            }
+            view.cache_was_given = self.cache_was_given;
+            view.deferred = self.deferred.as_ref().map(|asked| unmet_bytes(&pools, &asked.terms));
+            self.house.publish(&pools);
+            drop(pools); // the last holder of a pool ends it
+            let again = plan::look_again(&view, &self.house.policy);
+            if again.is_some() {
+                self.house.shares.stay_awake();
+            }
+            self.house.record.wait(heard, again);
+        }
+    }
+
+    fn look(&mut self, pools: &[Arc<Pool>]) -> View {
+        let House { record, shares, policy, .. } = &*self.house;
+        let idle_for = pools.iter().map(|pool| pool.idle_for()).min().unwrap_or(Duration::MAX);
+        self.cache_was_given &= policy.idle.is_some_and(|idle| idle_for >= idle);
+        let (short_bytes, room) = (shares.short_bytes(), shares.look_at_room());
+        let mut view = View {
+            asked: record.asked().is_some(),
+            deferred: self.deferred.as_ref().map(|asked| unmet_bytes(pools, &asked.terms)),
+            others_short: shares.others_short(),
+            part_bytes: shares.part(),
+            short_bytes,
+            room_bytes: room.now,
+            room_before_bytes: room.before,
+            idle_bytes: idle_bytes(pools),
+            leaving_bytes: pools.iter().map(|pool| pool.leaving_bytes()).sum(),
+            cached_bytes: self.house.cached_bytes(),
+            device_room_bytes: None,
+            idle_for,
+            cache_was_given: self.cache_was_given,
+        };
+        if policy.free_watermark_bytes > 0 && view.givable_bytes() > 0 {
+            view.device_room_bytes = pools.iter().find_map(|pool| pool.device_room().ok());
+        }
+        view
+    }
+
+    fn carry_out(&mut self, action: Action, pools: &[Arc<Pool>]) {
+        match action {
+            Action::Apply => self.apply(pools),
+            Action::Confirm => {
+                if let Some(asked) = self.deferred.take() {
+                    self.house.record.answer(&asked, Outcome::Applied);
+                }
+            }
+            Action::GiveIdle(bytes) => give_idle(pools, bytes),
+            Action::GiveCached(bytes) => {
+                // What that emptied may have become idle, or be on its way: gone when this returns, if it can be.
+                if self.house.with_cached(|cached| cached.give(bytes)) > 0 {
+                    give_idle(pools, bytes);
+                }
+            }
+            Action::GiveCache => {
+                self.cache_was_given = true;
+                self.house.with_cached(|cached| cached.give(u64::MAX));
+            }
+            Action::Look => pools.iter().for_each(|pool| pool.memory_freed()),
+        }
+    }
+
+    /// Puts terms in force that were asked for, all of them or none, and answers.
+    fn apply(&mut self, pools: &[Arc<Pool>]) {
+        let House { record, shares, .. } = &*self.house;
+        let Some(asked) = record.asked() else { return };
+        let standing = record.terms();
+        let outcome = match enforce(shares, pools, &asked, &standing) {
+            Ok(()) if unmet_bytes(pools, &asked.terms) == 0 => Outcome::Applied,
+            Ok(()) => Outcome::Deferred,
+            Err(reason) => {
+                tracing::warn!(%reason, terms = ?asked.terms, "terms that were asked for are rejected");
+                record.answer(&asked, Outcome::Rejected);
+                return;
+            }
+        };
+        record.answer(&asked, outcome);
+        self.deferred = (outcome == Outcome::Deferred).then_some(asked);
+    }
+}
+
+impl House {
+    fn pools(&self) -> Vec<Arc<Pool>> {
+        let mut pools = lock(&self.pools);
+        pools.retain(|pool| pool.strong_count() > 0);
+        pools.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    fn publish(&self, pools: &[Arc<Pool>]) {
+        let cached = self.cached_bytes();
+        self.shares.offer(idle_bytes(pools).saturating_add(cached));
+        self.record.publish_needs(self.shares.short_bytes(), cached);
+    }
+
+    fn cached_bytes(&self) -> u64 {
+        self.with_cached(|cached| cached.bytes())
+    }
+
+    /// Asks the engine's cache. One that panics is not asked again: an engine does without, the other instances do not.
+    fn with_cached(&self, ask: impl Fn(&dyn Cached) -> u64) -> u64 {
+        let Some(cached) = lock(&self.cached).clone() else { return 0 };
+        match catch_unwind(AssertUnwindSafe(|| ask(&*cached))) {
+            Ok(bytes) => bytes,
+            Err(_) => {
+                tracing::error!("the cache of an engine panicked: it is not asked for memory any longer");
+                *lock(&self.cached) = None;
+                0
+            }
+        }
+    }
+}
+
+fn idle_bytes(pools: &[Arc<Pool>]) -> u64 {
+    pools.iter().map(|pool| pool.idle_bytes()).sum()
+}
+
+/// Has the pools give back so many idle bytes, where they have that many.
+fn give_idle(pools: &[Arc<Pool>], bytes: u64) {
+    let mut given = 0;
+    for pool in pools {
+        match pool.give_back_idle(bytes.saturating_sub(given)) {
+            Ok(more) => given += more,
+            Err(PoolError::Shutdown) => {}
+            Err(error) => tracing::warn!(%error, "a pool did not give idle memory back"),
+        }
+    }
+}
+
+/// Bytes that pools hold beyond the limit of these terms; the page of a null block stays under any.
+fn unmet_bytes(pools: &[Arc<Pool>], terms: &Terms) -> u64 {
+    let Some(limit) = terms.limit_bytes else { return 0 };
+    let (mut occupied, mut pinned, mut deferred) = (0, 0, false);
+    for pool in pools {
+        if let Ok(standing) = pool.limit() {
+            occupied += standing.occupied_bytes;
+            pinned += pool.null_block().map_or(0, |_| pool.page_bytes());
+            deferred |= standing.state == LimitState::Deferred;
+        }
+    }
+    occupied.saturating_sub(limit.max(pinned)).max(u64::from(deferred))
+}
+
+/// Has these terms hold in the shares and all pools, or in none.
+fn enforce(shares: &Shares, pools: &[Arc<Pool>], asked: &Asked, standing: &Terms) -> Result<(), Cause> {
+    let Asked { revision, terms } = asked;
+    if terms.limit_bytes.is_some_and(|limit| limit < terms.min_bytes) {
+        return Err("the limit is less than the minimum".into());
+    }
+    shares.set_min(terms.min_bytes)?;
+    for (place, pool) in pools.iter().enumerate() {
+        if let Err(reason) = limit_pool(pool, terms.limit_bytes, *revision) {
+            let limits = pools[..place].iter().map(|pool| limit_pool(pool, standing.limit_bytes, *revision));
+            let minimum = std::iter::once_with(|| Ok(shares.set_min(standing.min_bytes)?));
+            for error in limits.chain(minimum).filter_map(Result::err) {
+                tracing::warn!(error, "terms that were rejected could not be undone in full");
+            }
+            return Err(reason);
+        }
+    }
+    Ok(())
+}
+
+/// Limits a pool under this revision, or the next one where its engine has limited it under a later one.
+fn limit_pool(pool: &Pool, bytes: Option<u64>, revision: u64) -> Result<(), Cause> {
+    let bytes = bytes.unwrap_or(u64::MAX);
+    let answer = match pool.set_limit(bytes, Some(revision)) {
+        Ok(MemoryLimit { state: LimitState::Stale | LimitState::Conflict, .. }) => {
+            pool.set_limit(bytes, None)
+        }
+        answer => answer,
+    };
+    match answer {
+        Ok(limit) if limit.state == LimitState::Rejected => {
+            Err(limit.reason.unwrap_or_else(|| "a pool cannot meet the limit".to_owned()).into())
+        }
+        Ok(_) | Err(PoolError::Shutdown) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// However the thread ends, nobody waits for it any longer.
+struct Last(Arc<House>);
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            tracing::error!(
+                "the steward of an instance has stopped: nobody gives memory to others any longer"
+            );
+        }
+        *lock(&self.0.ended) = true;
+        self.0.end.notify_all();
+    }
+}
+
+/// What these locks guard is whole after every statement, so that a panic elsewhere is no reason to stop.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
