@@ -10,13 +10,15 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use kvcached_control::{
-    InstanceRecord, InstanceView, Listed, MAX_POOL_ROWS, RECORD_BYTES, RecordError, list,
+    InstanceRecord, InstanceView, Listed, MAX_POOL_ROWS, Outcome, RECORD_BYTES, RecordError, Terms, list,
 };
 use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use rustix::fs::{FlockOperation, flock};
 
 const NAME: &str = "fuzzed";
+/// Where limits and needs begin, after the rows of pools.
+const CONTROL: usize = 1280;
 const NEIGHBOUR: &str = "neighbour";
 
 #[derive(Debug)]
@@ -86,9 +88,10 @@ fn world() -> &'static World {
     static WORLD: OnceLock<World> = OnceLock::new();
     WORLD.get_or_init(|| {
         let dir = std::env::temp_dir().join(format!("kvcached-fuzz-record-{}", std::process::id()));
-        let neighbour = InstanceRecord::create(&dir, NEIGHBOUR, "vllm 0.29.0", "cuda:0").unwrap();
+        let neighbour =
+            InstanceRecord::create(&dir, NEIGHBOUR, "vllm 0.29.0", "cuda:0", Terms::default()).unwrap();
         neighbour.pool_row("kv").unwrap().set(1, 2, 3, 4);
-        let example = InstanceRecord::create(&dir, NAME, "vllm 0.29.0", "cuda:0").unwrap();
+        let example = InstanceRecord::create(&dir, NAME, "vllm 0.29.0", "cuda:0", Terms::default()).unwrap();
         let rows: Vec<_> =
             (0..MAX_POOL_ROWS).map(|row| example.pool_row(&format!("group {row}")).unwrap()).collect();
         rows.iter().zip(1..).for_each(|(row, bytes)| row.set(bytes, bytes << 8, bytes << 16, bytes << 24));
@@ -144,7 +147,7 @@ impl World {
         if left {
             self.assert_unchanged(bytes);
         }
-        let record = InstanceRecord::create(&self.dir, NAME, "sglang", "cpu").unwrap();
+        let record = InstanceRecord::create(&self.dir, NAME, "sglang", "cpu", Terms::default()).unwrap();
         assert!(matches!(self.look(true), Some(Listed::Instance(view)) if view.engine == "sglang"));
         drop(record);
         assert!(self.look(false).is_none());
@@ -159,7 +162,7 @@ impl World {
     }
 
     fn overwritten(&self, bytes: &[u8]) {
-        let record = InstanceRecord::create(&self.dir, NAME, "sglang", "cpu").unwrap();
+        let record = InstanceRecord::create(&self.dir, NAME, "sglang", "cpu", Terms::default()).unwrap();
         let row = record.pool_row("first").unwrap();
         let file = OpenOptions::new().write(true).open(&self.path).unwrap();
         file.write_all_at(bytes, 0).unwrap();
@@ -198,6 +201,10 @@ impl World {
                         expected.heartbeat
                     )
                 );
+                assert_eq!(
+                    (view.terms, view.revision, view.outcome, (view.shortage_bytes, view.cached_bytes)),
+                    (expected.terms, expected.revision, expected.outcome, expected.needs)
+                );
                 let figures = |pool: kvcached_control::PoolView| {
                     (
                         pool.name,
@@ -225,6 +232,10 @@ struct Expected {
     start: u64,
     heartbeat: u64,
     pools: Vec<(String, [u64; 4])>,
+    terms: Terms,
+    revision: u64,
+    outcome: Outcome,
+    needs: (u64, u64),
 }
 
 fn word(bytes: &[u8], at: usize) -> u64 {
@@ -241,7 +252,7 @@ fn text(bytes: &[u8], at: usize) -> Option<String> {
 fn is_header(bytes: &[u8]) -> bool {
     bytes.len() == RECORD_BYTES
         && bytes.starts_with(b"kvcached")
-        && (word(bytes, 8), word(bytes, 16)) == (1, RECORD_BYTES as u64)
+        && (word(bytes, 8), word(bytes, 16)) == (2, RECORD_BYTES as u64)
 }
 
 /// `None`: no record, or one that its owner never finishes changing.
@@ -251,7 +262,7 @@ fn expected(bytes: &[u8]) -> Option<Expected> {
         return None;
     }
     let mut pools = Vec::new();
-    for row in (256..RECORD_BYTES).step_by(128).filter(|&row| bytes[row] != 0) {
+    for row in (256..CONTROL).step_by(128).filter(|&row| bytes[row] != 0) {
         pools.push((text(bytes, row)?, [64, 72, 80, 88].map(|figure| word(bytes, row + figure))));
     }
     Some(Expected {
@@ -261,6 +272,18 @@ fn expected(bytes: &[u8]) -> Option<Expected> {
         start: word(bytes, 32),
         heartbeat: word(bytes, 40),
         pools,
+        terms: Terms {
+            limit_bytes: Some(word(bytes, CONTROL)).filter(|limit| *limit != u64::MAX),
+            min_bytes: word(bytes, CONTROL + 8),
+        },
+        revision: word(bytes, CONTROL + 16),
+        outcome: match word(bytes, CONTROL + 64) {
+            0 => Outcome::Applied,
+            1 => Outcome::Deferred,
+            2 => Outcome::Rejected,
+            _ => return None,
+        },
+        needs: (word(bytes, CONTROL + 72), word(bytes, CONTROL + 80)),
     })
 }
 

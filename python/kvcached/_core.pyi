@@ -467,6 +467,9 @@ def backend_available(backend: str) -> str | None:
 def granularity(device: str) -> int:
     """Smallest physical allocation of the device, bytes."""
 
+def identity(device: str) -> str:
+    """Which piece of hardware the device is, the same in every process: "GPU-<uuid>" as `nvidia-smi -L` prints it, or "host"."""
+
 def mem_info(device: str) -> tuple[int, int]:
     """(free, total) bytes of the device."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Literal, NamedTuple, SupportsIndex
 
 from kvcached import _core, vmm_ops
@@ -11,6 +12,7 @@ from kvcached.instance import process_record
 
 __all__ = ["KVCacheManager", "MemoryLimit"]
 
+_live: weakref.WeakSet[KVCacheManager] = weakref.WeakSet()
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
 
@@ -113,7 +115,19 @@ class KVCacheManager(_core.Pool):
             **Settings.from_env().pool_options,
         )
         made._num_layers = num_layers
+        _live.add(made)
         return made
+
+    @staticmethod
+    def live() -> list[KVCacheManager]:
+        """Those of this process that are not shut down."""
+        return list(_live)
+
+    def shutdown(self) -> int:
+        """Give all memory back; see `kvcached._core.Pool.shutdown`."""
+        lost = super().shutdown()
+        _live.discard(self)
+        return lost
 
     @property
     def layout(self) -> str:

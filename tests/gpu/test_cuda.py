@@ -234,3 +234,7 @@ def test_exit_with_tensors_alive():
         "t = vmm_ops.create_kv_tensors(1 << 30, 2, 'cuda:0'); vmm_ops.map_to_kv_tensors([0]); t[0][:4].fill_(1)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_gpu_has_the_uuid_that_torch_sees() -> None:
+    assert _core.identity("cuda:0") == f"GPU-{torch.cuda.get_device_properties(0).uuid}"

@@ -397,3 +397,7 @@ def test_an_interpreter_ends_quietly_with_tensors_alive(alive):
     )
     done = run_script(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+
+def test_the_memory_of_this_machine_is_one_device() -> None:
+    assert _core.identity("cpu") == "host"

@@ -110,6 +110,7 @@ def test_tensors_of_an_amd_gpu(tmp_path):
         "assert vmm_ops.backend_name() == 'hip'\n"
         "total = 128 << 20\n"
         "assert _core.granularity('hip:1') == 2 << 20 and _core.mem_info('hip') == (total // 2, total // 2)\n"
+        "assert _core.identity('hip:1') == 'GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1'\n"
         "vmm_ops.create_kv_tensors(1 << 24, 2, block_bytes=32 << 10)\n"
         "ftensor = vmm_ops.get_ftensor()\n"
         "buffer = ftensor.buffers()[0]\n"

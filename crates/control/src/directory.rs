@@ -95,7 +95,22 @@ impl Directory {
 
     /// Opens a regular file to read; None where there is none of this name. Neither waits (pipes) nor follows links.
     pub(crate) fn open_file(&self, file_name: &str) -> Result<Option<File>, RecordError> {
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        self.open_regular(file_name, OFlags::RDONLY)
+    }
+
+    /// [`Directory::open_file`], to be mapped and written.
+    pub(crate) fn open_file_to_write(&self, file_name: &str) -> Result<Option<File>, RecordError> {
+        self.open_regular(file_name, OFlags::RDWR)
+    }
+
+    /// A file that stays, made if missing.
+    pub(crate) fn open_or_create(&self, file_name: &str) -> io::Result<File> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(File::from(rustix::fs::openat(&self.fd, file_name, flags, Mode::RUSR | Mode::WUSR)?))
+    }
+
+    fn open_regular(&self, file_name: &str, access: OFlags) -> Result<Option<File>, RecordError> {
+        let flags = access | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match rustix::fs::openat(&self.fd, file_name, flags, Mode::empty()) {
             Ok(fd) => File::from(fd),
             Err(Errno::NOENT) => return Ok(None),
@@ -110,13 +125,23 @@ impl Directory {
         Ok(Some(file))
     }
 
+    /// Gives a file its name, unless that is taken: false then.
+    pub(crate) fn name_if_free(&self, from: &str, to: &str) -> io::Result<bool> {
+        match rustix::fs::renameat_with(&self.fd, from, &self.fd, to, RenameFlags::NOREPLACE) {
+            Ok(()) => Ok(true),
+            Err(Errno::EXIST) => Ok(false),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
     /// Gives the locked file `from` the name `to`. A stale record of that name makes way; false where a live one has it.
     pub(crate) fn publish(&self, from: &str, to: &str) -> Result<bool, ControlError> {
         for _ in 0..LOCK_ATTEMPTS {
-            match rustix::fs::renameat_with(&self.fd, from, &self.fd, to, RenameFlags::NOREPLACE) {
-                Ok(()) => return Ok(true),
-                Err(Errno::EXIST) => {}
-                Err(errno) => return Err(ControlError::io("create", &self.join(to), errno)),
+            if self
+                .name_if_free(from, to)
+                .map_err(|error| ControlError::io("create", &self.join(to), error))?
+            {
+                return Ok(true);
             }
             let in_the_way = |why| ControlError::InTheWay { path: self.join(to), why };
             if let Some(file) = self.open_file(to).map_err(in_the_way)?

@@ -1,6 +1,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::budget::layout::{BUDGET_BYTES, BUDGET_VERSION};
 use crate::layout::{MAX_POOL_ROWS, RECORD_BYTES, RECORD_VERSION};
 use crate::text::MAX_TEXT_BYTES;
 
@@ -95,6 +96,76 @@ pub enum ControlError {
         /// Why it cannot be replaced.
         why: RecordError,
     },
+    /// There is no live instance of this name.
+    #[error("there is no live instance {name:?}; kvctl list shows those that there are")]
+    NoSuchInstance {
+        /// As given.
+        name: String,
+    },
+    /// A process owns the record.
+    #[error("instance {name:?} is alive{}; end it instead", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default())]
+    Alive {
+        /// As given.
+        name: String,
+        /// Who owns it, where its record says so.
+        pid: Option<u32>,
+    },
+    /// A file that should be a record of ours is none that this version can read.
+    #[error("{} cannot be used: {why}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: RecordError,
+    },
+    /// Somebody holds a lock that is held for microseconds.
+    #[error("{} is locked and stays so; a process that holds it was stopped: continue or end it", path.display())]
+    Busy {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A limit and a minimum that contradict.
+    #[error(
+        "a limit of {limit_bytes} bytes is below the minimum of {min_bytes}: raise the one or lower the other"
+    )]
+    LimitBelowMin {
+        /// The most that the instance may have, bytes.
+        limit_bytes: u64,
+        /// What is guaranteed to it, bytes.
+        min_bytes: u64,
+    },
+    /// The minimums of all instances of a device would pass its budget.
+    #[error(
+        "a minimum of {min_bytes} bytes does not fit {device}: {others_bytes} of its budget of {budget_bytes} are guaranteed to other instances; lower one of them"
+    )]
+    MinimumsDoNotFit {
+        /// The device.
+        device: String,
+        /// What was asked for, bytes.
+        min_bytes: u64,
+        /// What the others have, bytes.
+        others_bytes: u64,
+        /// What all may have, bytes.
+        budget_bytes: u64,
+    },
+    /// Instances live by another budget.
+    #[error(
+        "the budget of {device} is {stands_bytes} bytes, by which other instances live, and not {asked_bytes}: give all of them the same KVCACHED_DEVICE_BUDGET, or end them first"
+    )]
+    BudgetDisagrees {
+        /// The device.
+        device: String,
+        /// In force, bytes.
+        stands_bytes: u64,
+        /// Asked for, bytes.
+        asked_bytes: u64,
+    },
+    /// No instance more can share the device.
+    #[error("{device} is shared by as many instances as can be; end one of them")]
+    BudgetFull {
+        /// The device.
+        device: String,
+    },
     /// The operating system refused.
     #[error("cannot {doing} {}: {source}", path.display())]
     Io {
@@ -135,6 +206,20 @@ pub enum RecordError {
     )]
     Version {
         /// Version found.
+        found: u64,
+    },
+    /// A budget written by another version of kvcached.
+    #[error(
+        "budget version {found}, this kvcached reads version {BUDGET_VERSION}; engines that share a device use one version of kvcached: end the others"
+    )]
+    BudgetVersion {
+        /// Version found.
+        found: u64,
+    },
+    /// The file of a budget or its header states another size.
+    #[error("{found} bytes where a budget has {BUDGET_BYTES}")]
+    BudgetSize {
+        /// Bytes found or stated.
         found: u64,
     },
     /// The file or its header states another size.

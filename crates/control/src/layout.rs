@@ -5,20 +5,23 @@
 
 use std::mem::offset_of;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use crate::error::RecordError;
 use crate::list::{InstanceView, PoolView};
+use crate::terms::{Outcome, Terms};
 use crate::text::{MAX_TEXT_BYTES, is_valid_text};
 
 /// Version of the layout that this crate writes and reads.
-pub const RECORD_VERSION: u64 = 1;
+pub const RECORD_VERSION: u64 = 2;
 /// Pools that one instance can show.
 pub const MAX_POOL_ROWS: usize = 8;
 /// Size of a record, bytes.
 pub const RECORD_BYTES: usize = size_of::<Record>();
 
 const MAGIC: [u8; 8] = *b"kvcached";
+/// A limit that is none.
+pub(crate) const NO_LIMIT: u64 = u64::MAX;
 const WORD: usize = size_of::<u64>();
 const TEXT_WORDS: usize = MAX_TEXT_BYTES / WORD;
 
@@ -40,6 +43,33 @@ pub(crate) struct Record {
     engine: Text,
     device: Text,
     pub(crate) pools: [Row; MAX_POOL_ROWS],
+    pub(crate) control: Control,
+}
+
+/// How much memory the instance may have, what is asked of it, and what it is short of.
+#[repr(C)]
+pub(crate) struct Control {
+    /// In force; [`NO_LIMIT`] without one.
+    pub(crate) limit_bytes: AtomicU64,
+    pub(crate) min_bytes: AtomicU64,
+    /// Of the change that put these in force.
+    pub(crate) revision: AtomicU64,
+    /// Odd while somebody writes the three words that follow, who holds the directory's lock for asking.
+    pub(crate) asked_sequence: AtomicU64,
+    pub(crate) asked_limit_bytes: AtomicU64,
+    pub(crate) asked_min_bytes: AtomicU64,
+    pub(crate) asked_revision: AtomicU64,
+    /// The change that was answered last, and how: see [`Outcome`].
+    pub(crate) answered_revision: AtomicU64,
+    pub(crate) answered: AtomicU64,
+    /// Refused, and still waited for.
+    pub(crate) shortage_bytes: AtomicU64,
+    /// Of the used ones, those that hold nothing but cached prefixes.
+    pub(crate) cached_bytes: AtomicU64,
+    /// A futex that counts rings.
+    pub(crate) bell: AtomicU32,
+    bell_spare: AtomicU32,
+    spare: [AtomicU64; 4],
 }
 
 /// A row whose name is empty is free.
@@ -54,11 +84,20 @@ pub(crate) struct Row {
 }
 
 // The layout is a contract between processes: a field that moves needs a new version, and this says so at build time.
-const _: () = assert!(RECORD_BYTES == 1280 && align_of::<Record>() == WORD && size_of::<Row>() == 128);
 const _: () = assert!(
-    offset_of!(Record, spare) == 56 && offset_of!(Record, name) == 64 && offset_of!(Record, pools) == 256
+    RECORD_BYTES == 1408
+        && size_of::<Control>() == 128
+        && align_of::<Record>() == WORD
+        && size_of::<Row>() == 128
+);
+const _: () = assert!(
+    offset_of!(Record, spare) == 56
+        && offset_of!(Record, name) == 64
+        && offset_of!(Record, pools) == 256
+        && offset_of!(Record, control) == 1280
 );
 const _: () = assert!(offset_of!(Row, used_bytes) == 64 && offset_of!(Row, spare) == 96);
+const _: () = assert!(offset_of!(Control, bell) == 88 && offset_of!(Control, spare) == 96);
 
 impl Record {
     /// Names row `index`, or frees it with an empty name. One caller at a time; its figures become zero.
@@ -81,7 +120,14 @@ impl Record {
 }
 
 /// The bytes of a new record without pools. The texts were checked.
-pub(crate) fn encode(name: &str, engine: &str, device: &str, pid: u32, start_unix_ns: u64) -> Vec<u8> {
+pub(crate) fn encode(
+    name: &str,
+    engine: &str,
+    device: &str,
+    pid: u32,
+    start_unix_ns: u64,
+    terms: Terms,
+) -> Vec<u8> {
     let mut bytes = vec![0; RECORD_BYTES];
     bytes[offset_of!(Record, magic)..][..WORD].copy_from_slice(&MAGIC);
     put_word(&mut bytes, offset_of!(Record, version), RECORD_VERSION);
@@ -91,6 +137,9 @@ pub(crate) fn encode(name: &str, engine: &str, device: &str, pid: u32, start_uni
     put_text(&mut bytes, offset_of!(Record, name), name);
     put_text(&mut bytes, offset_of!(Record, engine), engine);
     put_text(&mut bytes, offset_of!(Record, device), device);
+    let control = offset_of!(Record, control);
+    put_word(&mut bytes, control + offset_of!(Control, limit_bytes), terms.limit_word());
+    put_word(&mut bytes, control + offset_of!(Control, min_bytes), terms.min_bytes);
     bytes
 }
 
@@ -134,7 +183,17 @@ pub(crate) fn decode(bytes: &[u8], path: &Path) -> Result<InstanceView, RecordEr
             quarantined_bytes: get_word(bytes, row + offset_of!(Row, quarantined_bytes)),
         });
     }
+    let control = |field: usize| get_word(bytes, offset_of!(Record, control) + field);
+    let outcome = Outcome::from_word(control(offset_of!(Control, answered)));
     Ok(InstanceView {
+        terms: Terms::of_words(
+            control(offset_of!(Control, limit_bytes)),
+            control(offset_of!(Control, min_bytes)),
+        ),
+        revision: control(offset_of!(Control, revision)),
+        outcome: outcome.ok_or(RecordError::Number { field: "outcome" })?,
+        shortage_bytes: control(offset_of!(Control, shortage_bytes)),
+        cached_bytes: control(offset_of!(Control, cached_bytes)),
         path: path.to_path_buf(),
         name: get_text(bytes, offset_of!(Record, name), "instance name")?,
         engine: get_text(bytes, offset_of!(Record, engine), "engine")?,
@@ -152,21 +211,21 @@ pub(crate) fn settled_revision(bytes: &[u8]) -> Option<u64> {
     revision.is_multiple_of(2).then_some(revision)
 }
 
-fn put_word(bytes: &mut [u8], offset: usize, value: u64) {
+pub(crate) fn put_word(bytes: &mut [u8], offset: usize, value: u64) {
     bytes[offset..][..WORD].copy_from_slice(&value.to_ne_bytes());
 }
 
-fn put_text(bytes: &mut [u8], offset: usize, text: &str) {
+pub(crate) fn put_text(bytes: &mut [u8], offset: usize, text: &str) {
     bytes[offset..][..text.len()].copy_from_slice(text.as_bytes());
 }
 
-fn get_word(bytes: &[u8], offset: usize) -> u64 {
+pub(crate) fn get_word(bytes: &[u8], offset: usize) -> u64 {
     let mut word = [0; WORD];
     word.copy_from_slice(&bytes[offset..][..WORD]);
     u64::from_ne_bytes(word)
 }
 
-fn get_text(bytes: &[u8], offset: usize, field: &'static str) -> Result<String, RecordError> {
+pub(crate) fn get_text(bytes: &[u8], offset: usize, field: &'static str) -> Result<String, RecordError> {
     let padded = &bytes[offset..][..MAX_TEXT_BYTES];
     let text = padded.split(|&byte| byte == 0).next().unwrap_or_default();
     match std::str::from_utf8(text) {
@@ -181,8 +240,10 @@ mod tests {
 
     use super::*;
 
+    const TERMS: Terms = Terms { limit_bytes: Some(1 << 30), min_bytes: 1 << 20 };
+
     fn sample() -> Vec<u8> {
-        encode("llama", "vllm 0.29.0", "cuda:0", 42, 7)
+        encode("llama", "vllm 0.29.0", "cuda:0", 42, 7, TERMS)
     }
 
     fn read(bytes: &[u8]) -> Result<InstanceView, RecordError> {
@@ -198,12 +259,13 @@ mod tests {
         );
         assert_eq!((view.pid, view.start_unix_ns, view.heartbeat), (42, 7, 0));
         assert!(view.pools.is_empty());
+        assert_eq!((view.terms, view.revision, view.outcome), (TERMS, 0, Outcome::Applied));
     }
 
     #[test]
     fn a_text_may_fill_its_field() {
         let full = "n".repeat(MAX_TEXT_BYTES);
-        let view = read(&encode(&full, &full, &full, 1, 1)).unwrap();
+        let view = read(&encode(&full, &full, &full, 1, 1, Terms::default())).unwrap();
         assert_eq!((view.name, view.engine, view.device), (full.clone(), full.clone(), full));
     }
 
@@ -218,15 +280,16 @@ mod tests {
         long.push(0);
         assert!(matches!(read(&[]), Err(RecordError::Truncated { bytes: 0 })));
         assert!(matches!(read(&sample()[..23]), Err(RecordError::Truncated { bytes: 23 })));
-        assert!(matches!(read(&sample()[..1279]), Err(RecordError::Size { found: 1279 })));
-        assert!(matches!(read(&long), Err(RecordError::Size { found: 1281 })));
+        assert!(matches!(read(&sample()[..1407]), Err(RecordError::Size { found: 1407 })));
+        assert!(matches!(read(&long), Err(RecordError::Size { found: 1409 })));
         assert!(matches!(with(0, 1), Err(RecordError::Magic)));
-        assert!(matches!(with(8, 2), Err(RecordError::Version { found: 2 })));
+        assert!(matches!(with(8, 3), Err(RecordError::Version { found: 3 })));
         assert!(matches!(with(16, u64::MAX), Err(RecordError::Size { found: u64::MAX })));
         assert!(matches!(with(24, 1 << 32), Err(RecordError::Number { field: "pid" })));
         assert!(matches!(with(64, 0), Err(RecordError::Text { field: "instance name" })));
         assert!(matches!(with(128, u64::MAX), Err(RecordError::Text { field: "engine" })));
         assert!(matches!(with(192, 0x1b), Err(RecordError::Text { field: "device" })));
+        assert!(matches!(with(1280 + 64, 99), Err(RecordError::Number { field: "outcome" })));
         assert!(matches!(with(256, 0x1b), Err(RecordError::Text { field: "pool name" })));
     }
 

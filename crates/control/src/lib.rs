@@ -12,6 +12,9 @@
 //! * **Trust.** Readers copy the file and check every field; they never map it. A mangled file is a [`RecordError`], never a signal.
 #![deny(unsafe_code)]
 
+mod ask;
+mod bell;
+mod budget;
 mod directory;
 mod error;
 mod layout;
@@ -19,11 +22,15 @@ mod list;
 #[allow(unsafe_code)] // the one place: views a mapped file as atomics
 mod mapping;
 mod record;
+mod terms;
 mod text;
 
+pub use ask::{ask, remove};
+pub use budget::{BudgetListed, BudgetShare, BudgetView, MemberView, Refused, RefusedBy, budgets};
 pub use directory::default_dir;
 pub use error::{ControlError, RecordError};
 pub use layout::{MAX_POOL_ROWS, RECORD_BYTES, RECORD_VERSION};
 pub use list::{InstanceView, Listed, PoolView, list};
 pub use record::{InstanceRecord, PoolRow};
+pub use terms::{Answered, Asked, Change, Outcome, Terms};
 pub use text::MAX_TEXT_BYTES;

@@ -8,6 +8,7 @@ use crate::directory::{Directory, Removal, has_owner, read_copy};
 use crate::error::{ControlError, RecordError};
 use crate::layout::{check_header, decode, settled_revision};
 use crate::record::is_temporary;
+use crate::terms::{Outcome, Terms};
 use crate::text::instance_of;
 
 const READ_ATTEMPTS: u32 = 16;
@@ -46,6 +47,16 @@ pub struct InstanceView {
     pub start_unix_ns: u64,
     /// Counts publications.
     pub heartbeat: u64,
+    /// How much memory it may have.
+    pub terms: Terms,
+    /// Of the change that put these in force; 0: those that it began with.
+    pub revision: u64,
+    /// What came of the latest change that was asked of it and answered.
+    pub outcome: Outcome,
+    /// Refused, and still waited for, bytes.
+    pub shortage_bytes: u64,
+    /// Of the used ones, bytes that hold nothing but cached prefixes.
+    pub cached_bytes: u64,
     /// Its pools, at most [`crate::MAX_POOL_ROWS`].
     pub pools: Vec<PoolView>,
 }

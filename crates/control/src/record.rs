@@ -2,18 +2,21 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::FlockOperation;
 
 use crate::directory::{Directory, read_copy};
 use crate::error::ControlError;
-use crate::layout::{MAX_POOL_ROWS, decode, encode};
-use crate::mapping::MappedRecord;
+use crate::layout::{Control, MAX_POOL_ROWS, Record, decode, encode};
+use crate::mapping::Mapped;
+use crate::terms::{Asked, Outcome, Terms};
 use crate::text::{check_name, check_text, file_name};
+use crate::{ask, bell};
 
 const TEMPORARY_PREFIX: &str = ".new-";
 
@@ -27,8 +30,10 @@ pub struct InstanceRecord {
 }
 
 /// What rows need after the record was closed.
-struct Shared {
-    mapped: MappedRecord,
+pub(crate) struct Shared {
+    mapped: Mapped<Record>,
+    name: String,
+    inode: u64,
     owner_pid: u32,
     rows: Mutex<[Option<String>; MAX_POOL_ROWS]>,
 }
@@ -52,8 +57,15 @@ impl InstanceRecord {
     /// # Errors
     ///
     /// [`ControlError`]: a bad name or text, a name that a live instance holds, a directory that is not ours alone, a refusal of the system.
-    pub fn create(dir: &Path, name: &str, engine: &str, device: &str) -> Result<Self, ControlError> {
+    pub fn create(
+        dir: &Path,
+        name: &str,
+        engine: &str,
+        device: &str,
+        terms: Terms,
+    ) -> Result<Self, ControlError> {
         check_name(name)?;
+        terms.check()?;
         check_text("engine", engine)?;
         check_text("device", device)?;
         let directory = Directory::create(dir)?;
@@ -62,9 +74,21 @@ impl InstanceRecord {
         let file = directory
             .create_locked(&temporary)
             .map_err(|error| ControlError::io("create", &directory.join(&temporary), error))?;
-        match fill_and_publish(&directory, &file, &temporary, name, engine, device) {
+        match fill_and_publish(
+            &directory,
+            &file,
+            &temporary,
+            &encode(name, engine, device, std::process::id(), now_unix_ns(), terms),
+            name,
+        ) {
             Ok(mapped) => {
-                let shared = Shared { mapped, owner_pid: std::process::id(), rows: Mutex::default() };
+                let shared = Shared {
+                    mapped,
+                    name: name.to_owned(),
+                    inode: file.metadata().map_err(|error| ControlError::io("look at", &path, error))?.ino(),
+                    owner_pid: std::process::id(),
+                    rows: Mutex::default(),
+                };
                 Ok(Self {
                     path,
                     name: name.to_owned(),
@@ -107,6 +131,53 @@ impl InstanceRecord {
         Ok(PoolRow { row: Arc::new(OwnedRow { shared: Arc::clone(&self.shared), index }) })
     }
 
+    // ---------------------------------------------------------------- terms
+
+    /// How much memory this instance may have. No lock, no system call.
+    pub fn terms(&self) -> Terms {
+        self.shared.terms()
+    }
+
+    /// A change that was asked of this instance and not answered.
+    pub fn asked(&self) -> Option<Asked> {
+        ask::asked(self.shared.control())
+    }
+
+    /// Answers a change: [`Outcome::Applied`], [`Outcome::Deferred`] (and again, once that has changed) or [`Outcome::Rejected`].
+    /// All but the last put it in force.
+    pub fn answer(&self, asked: &Asked, outcome: Outcome) {
+        ask::answer(self.shared.control(), asked, outcome);
+    }
+
+    /// Shows others what this instance lacks, and how much of what it uses holds nothing but cached prefixes, bytes.
+    pub fn publish_needs(&self, shortage_bytes: u64, cached_bytes: u64) {
+        let control = self.shared.control();
+        control.shortage_bytes.store(shortage_bytes, Ordering::Relaxed);
+        control.cached_bytes.store(cached_bytes, Ordering::Relaxed);
+    }
+
+    // ---------------------------------------------------------------- the bell
+
+    /// How often the bell of this instance was rung: for [`InstanceRecord::wait`].
+    pub fn heard(&self) -> u32 {
+        bell::heard(&self.shared.control().bell)
+    }
+
+    /// Waits until the bell was rung since `heard`, or for `timeout`; returns what [`InstanceRecord::heard`] does. May return for no
+    /// reason.
+    pub fn wait(&self, heard: u32, timeout: Option<Duration>) -> u32 {
+        bell::wait(&self.shared.control().bell, heard, timeout)
+    }
+
+    /// Rings the own bell.
+    pub fn ring(&self) {
+        bell::ring(&self.shared.control().bell);
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
     /// Name of the instance.
     pub fn name(&self) -> &str {
         &self.name
@@ -141,8 +212,29 @@ impl Drop for InstanceRecord {
 }
 
 impl Shared {
+    pub(crate) fn control(&self) -> &Control {
+        &self.mapped.record().control
+    }
+
+    pub(crate) fn terms(&self) -> Terms {
+        ask::in_force(self.control())
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn owner_pid(&self) -> u32 {
+        self.owner_pid
+    }
+
+    /// Of its file: a later instance of this name has another.
+    pub(crate) fn inode(&self) -> u64 {
+        self.inode
+    }
+
     /// Whether this is a forked child of the owner.
-    fn is_foreign(&self) -> bool {
+    pub(crate) fn is_foreign(&self) -> bool {
         self.owner_pid != std::process::id()
     }
 }
@@ -188,20 +280,15 @@ fn fill_and_publish(
     directory: &Directory,
     mut file: &File,
     temporary: &str,
+    bytes: &[u8],
     name: &str,
-    engine: &str,
-    device: &str,
-) -> Result<MappedRecord, ControlError> {
+) -> Result<Mapped<Record>, ControlError> {
     let failed = |doing| {
         let path = directory.join(temporary);
         move |error| ControlError::io(doing, &path, error)
     };
-    // Before 1970 or after 2554 the time is wrong, not the record.
-    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let start_unix_ns = u64::try_from(since_epoch.as_nanos()).unwrap_or(u64::MAX);
-    let bytes = encode(name, engine, device, std::process::id(), start_unix_ns);
-    file.write_all(&bytes).map_err(failed("write"))?;
-    let mapped = MappedRecord::new(file).map_err(failed("map"))?;
+    file.write_all(bytes).map_err(failed("write"))?;
+    let mapped = Mapped::new(file).map_err(failed("map"))?;
     let file_name = file_name(name);
     if directory.publish(temporary, &file_name)? {
         return Ok(mapped);
@@ -212,8 +299,14 @@ fn fill_and_publish(
     Err(ControlError::NameTaken { name: name.to_owned(), pid, path })
 }
 
+/// Before 1970 or after 2554 the time is wrong, not the record.
+fn now_unix_ns() -> u64 {
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since_epoch.as_nanos()).unwrap_or(u64::MAX)
+}
+
 /// Differs from every other of this process; of a process with the same pid in another namespace by the time.
-fn temporary_name() -> String {
+pub(crate) fn temporary_name() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
@@ -238,14 +331,16 @@ mod tests {
     fn a_forked_child_removes_nothing() {
         let home = tempfile::tempdir().unwrap();
         let dir = home.path().join("records");
-        let mut record = InstanceRecord::create(&dir, "parent", "e", "cpu").unwrap();
+        let mut record = InstanceRecord::create(&dir, "parent", "e", "cpu", Terms::default()).unwrap();
         let row = record.pool_row("kv").unwrap();
         row.set(1, 2, 3, 4);
         let path = record.path().to_path_buf();
         drop(row);
         let child_sees = Shared {
-            mapped: MappedRecord::new(&std::fs::File::options().read(true).write(true).open(&path).unwrap())
+            mapped: Mapped::new(&std::fs::File::options().read(true).write(true).open(&path).unwrap())
                 .unwrap(),
+            name: "parent".to_owned(),
+            inode: 0,
             owner_pid: std::process::id() + 1,
             rows: Mutex::default(),
         };

@@ -9,7 +9,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use kvcached_control::{
-    ControlError, InstanceRecord, InstanceView, Listed, MAX_POOL_ROWS, RECORD_BYTES, RecordError, list,
+    ControlError, InstanceRecord, InstanceView, Listed, MAX_POOL_ROWS, RECORD_BYTES, RecordError, Terms, list,
 };
 
 const OWNER_DIR: &str = "TEST_OWNER_DIR";
@@ -26,7 +26,7 @@ fn home() -> Home {
 }
 
 fn create(dir: &Path, name: &str) -> InstanceRecord {
-    InstanceRecord::create(dir, name, "vllm 0.29.0", "cuda:0").unwrap()
+    InstanceRecord::create(dir, name, "vllm 0.29.0", "cuda:0", Terms::default()).unwrap()
 }
 
 fn instances(dir: &Path) -> Vec<InstanceView> {
@@ -190,7 +190,9 @@ fn a_reader_never_sees_half_a_name() {
 fn a_live_name_is_taken() {
     let Home { dir, .. } = &home();
     let owner = Owner::start(dir);
-    let Err(error) = InstanceRecord::create(dir, "owner", "e", "cpu") else { panic!("two owners") };
+    let Err(error) = InstanceRecord::create(dir, "owner", "e", "cpu", Terms::default()) else {
+        panic!("two owners")
+    };
     assert!(matches!(&error, ControlError::NameTaken { pid: Some(pid), .. } if *pid == owner.0.id()));
     assert_eq!(
         error.to_string(),
@@ -236,7 +238,7 @@ fn of_many_that_want_a_stale_name_one_gets_it() {
         let contend = || {
             start.wait();
             let _ = list(dir);
-            let got = InstanceRecord::create(dir, "wanted", "e", "cpu");
+            let got = InstanceRecord::create(dir, "wanted", "e", "cpu", Terms::default());
             start.wait();
             match got {
                 Ok(record) => {
@@ -285,7 +287,7 @@ fn mangled_files_are_named_and_hide_nobody() {
     fs::write(dir.join("short.kvc"), &bytes[..500]).unwrap();
     fs::write(dir.join("zeros.kvc"), vec![0; RECORD_BYTES]).unwrap();
     let mut newer = bytes.clone();
-    newer[8] = 2;
+    newer[8] = 3;
     fs::write(dir.join("newer.kvc"), newer).unwrap();
     let huge = fs::File::create(dir.join("huge.kvc")).unwrap();
     huge.set_len(1 << 40).unwrap();
@@ -311,15 +313,21 @@ fn mangled_files_are_named_and_hide_nobody() {
             "good lives",
             "huge.kvc: not a kvcached record",
             "link.kvc: not a regular file",
-            "newer.kvc: record version 2, this kvcached reads version 1; use the kvctl of that installation",
+            "newer.kvc: record version 3, this kvcached reads version 2; use the kvctl of that installation",
             "pipe.kvc: not a regular file",
-            "short.kvc: 500 bytes where a record has 1280",
+            "short.kvc: 500 bytes where a record has 1408",
             "zeros.kvc: not a kvcached record",
         ]
     );
     assert_eq!(list(dir).unwrap().len(), 9, "they stay");
-    assert!(matches!(InstanceRecord::create(dir, "dir", "e", "cpu"), Err(ControlError::InTheWay { .. })));
-    assert!(InstanceRecord::create(dir, "short", "e", "cpu").is_ok(), "a file that nobody holds makes way");
+    assert!(matches!(
+        InstanceRecord::create(dir, "dir", "e", "cpu", Terms::default()),
+        Err(ControlError::InTheWay { .. })
+    ));
+    assert!(
+        InstanceRecord::create(dir, "short", "e", "cpu", Terms::default()).is_ok(),
+        "a file that nobody holds makes way"
+    );
 }
 
 #[test]
@@ -360,7 +368,7 @@ fn a_directory_that_others_can_enter_is_refused() {
         format!("{0} has mode 0750 and is open to other users; run: chmod 700 {0}", dir.display())
     );
     assert!(matches!(
-        InstanceRecord::create(dir, "a", "e", "cpu"),
+        InstanceRecord::create(dir, "a", "e", "cpu", Terms::default()),
         Err(ControlError::DirectoryNotPrivate { .. })
     ));
 }
@@ -372,15 +380,23 @@ fn what_is_no_directory_is_refused() {
     assert!(matches!(list(dir), Err(ControlError::NotADirectory { .. })));
     fs::remove_file(dir).unwrap();
     symlink("/tmp", dir).unwrap();
-    assert!(matches!(InstanceRecord::create(dir, "a", "e", "cpu"), Err(ControlError::NotADirectory { .. })));
+    assert!(matches!(
+        InstanceRecord::create(dir, "a", "e", "cpu", Terms::default()),
+        Err(ControlError::NotADirectory { .. })
+    ));
     let missing = dir.with_file_name("missing").join("records");
-    assert!(matches!(InstanceRecord::create(&missing, "a", "e", "cpu"), Err(ControlError::Io { .. })));
+    assert!(matches!(
+        InstanceRecord::create(&missing, "a", "e", "cpu", Terms::default()),
+        Err(ControlError::Io { .. })
+    ));
 }
 
 #[test]
 fn bad_names_and_texts_touch_no_file() {
     let Home { dir, .. } = &home();
-    let refused = |name, engine, device| InstanceRecord::create(dir, name, engine, device).unwrap_err();
+    let refused = |name, engine, device| {
+        InstanceRecord::create(dir, name, engine, device, Terms::default()).unwrap_err()
+    };
     assert!(matches!(refused("../up", "e", "cpu"), ControlError::InvalidName { .. }));
     assert!(matches!(refused("a", "", "cpu"), ControlError::InvalidText { field: "engine", .. }));
     assert!(matches!(refused("a", "e", "\x1b[2J"), ControlError::InvalidText { field: "device", .. }));

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use kvcached_control::InstanceRecord;
+use kvcached_control::{InstanceRecord, Terms};
 use kvcached_kvctl::run;
 
 struct Home {
@@ -42,8 +42,8 @@ fn nobody_is_there() {
 #[test]
 fn two_instances_in_a_table() {
     let Home { dir, .. } = &home();
-    let llama = InstanceRecord::create(dir, "llama-8b", "vllm 0.29.0", "cuda:0").unwrap();
-    let _tiny = InstanceRecord::create(dir, "tiny", "vllm 0.9.2", "cpu").unwrap();
+    let llama = InstanceRecord::create(dir, "llama-8b", "vllm 0.29.0", "cuda:0", Terms::default()).unwrap();
+    let _tiny = InstanceRecord::create(dir, "tiny", "vllm 0.9.2", "cpu", Terms::default()).unwrap();
     let first = llama.pool_row("group 0").unwrap();
     first.set(3 << 29, 64 << 20, 80 << 30, 0);
     let second = llama.pool_row("group 1").unwrap();
@@ -66,7 +66,7 @@ tiny      vllm 0.9.2   {pid:>width$}  cpu          0 B        0 B        0 B
 #[test]
 fn an_instance_as_json() {
     let Home { dir, .. } = &home();
-    let record = InstanceRecord::create(dir, "llama", "vllm 0.29.0", "cuda:0").unwrap();
+    let record = InstanceRecord::create(dir, "llama", "vllm 0.29.0", "cuda:0", Terms::default()).unwrap();
     let row = record.pool_row("group 0").unwrap();
     row.set(100, 20, 1000, 3);
     let (code, out, err) = kvctl(dir, &["list", "--json"]);
@@ -111,7 +111,7 @@ fn an_instance_as_json() {
 #[test]
 fn a_bad_record_is_a_warning_and_hides_nobody() {
     let Home { dir, .. } = &home();
-    let _good = InstanceRecord::create(dir, "good", "e", "cpu").unwrap();
+    let _good = InstanceRecord::create(dir, "good", "e", "cpu", Terms::default()).unwrap();
     std::fs::write(dir.join("bad.kvc"), "nonsense").unwrap();
     let (code, out, err) = kvctl(dir, &["list"]);
     assert_eq!(code, 0);

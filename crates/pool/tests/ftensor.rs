@@ -6,7 +6,7 @@ mod fake;
 use std::sync::Arc;
 
 use fake::Steady;
-use kvcached_control::{InstanceRecord, Listed, list};
+use kvcached_control::{InstanceRecord, Listed, Terms, list};
 use kvcached_pool::{Layout, NoMeter, PageOrder, Pool, PoolConfig, PoolError};
 use kvcached_vmm::sim::Sim;
 use kvcached_vmm::{Driver, FTensor, Geometry, Options, Shape, Target, Unbacked};
@@ -116,7 +116,7 @@ fn pages_that_others_unmapped_are_not_trusted_again() {
 fn figures_reach_the_record() {
     let directory = tempfile::tempdir().unwrap();
     let records = directory.path().join("kvcached");
-    let record = InstanceRecord::create(&records, "one", "test", "cpu").unwrap();
+    let record = InstanceRecord::create(&records, "one", "test", "cpu", Terms::default()).unwrap();
     let sim = Sim::new();
     let range = ftensor(&sim);
     let page_bytes = range.geometry().page_bytes();
@@ -145,7 +145,7 @@ fn figures_reach_the_record() {
 fn what_is_kept_beside_the_pages_counts_as_used_and_is_trimmed() {
     let directory = tempfile::tempdir().unwrap();
     let records = directory.path().join("kvcached");
-    let record = InstanceRecord::create(&records, "one", "test", "cpu").unwrap();
+    let record = InstanceRecord::create(&records, "one", "test", "cpu", Terms::default()).unwrap();
     let sim = Sim::new();
     let page_bytes = 2 << 20;
     let range = ftensor_with(&sim, Options { unbacked: Unbacked::Zero, cache_bytes: 2 * page_bytes });
@@ -183,7 +183,9 @@ fn what_is_kept_beside_the_pages_counts_as_used_and_is_trimmed() {
 #[test]
 fn a_pool_that_is_shut_down_leaves_its_row_to_the_next() {
     let folder = tempfile::tempdir().unwrap();
-    let record = InstanceRecord::create(&folder.path().join("records"), "two", "test", "cpu").unwrap();
+    let record =
+        InstanceRecord::create(&folder.path().join("records"), "two", "test", "cpu", Terms::default())
+            .unwrap();
     let sim = Sim::new();
     let range = ftensor(&sim);
     let make = || {

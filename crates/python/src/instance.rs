@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use kvcached_control::InstanceRecord as Inner;
+use kvcached_control::{InstanceRecord as Inner, Terms};
 use pyo3::prelude::*;
 
 use crate::errors::Raise;
@@ -17,7 +17,8 @@ pub struct InstanceRecord {
 impl InstanceRecord {
     #[new]
     fn new(py: Python<'_>, name: &str, engine: &str, device: &str) -> PyResult<Self> {
-        let create = || Inner::create(&kvcached_control::default_dir(), name, engine, device);
+        let create =
+            || Inner::create(&kvcached_control::default_dir(), name, engine, device, Terms::default());
         Ok(InstanceRecord { inner: py.detach(create).map_err(|e| e.raise(py))? })
     }
 

@@ -47,6 +47,13 @@ fn granularity(py: Python<'_>, device: &str) -> PyResult<u64> {
         .map_err(|e: kvcached_vmm::DriverError| e.raise(py))
 }
 
+/// Which piece of hardware the device is.
+#[pyfunction]
+fn identity(py: Python<'_>, device: &str) -> PyResult<String> {
+    let device = tensor::parse_device(py, device)?;
+    py.detach(|| kvcached_vmm::open(device)?.identity()).map_err(|e: kvcached_vmm::DriverError| e.raise(py))
+}
+
 /// (free, total) bytes of the device.
 #[pyfunction]
 fn mem_info(py: Python<'_>, device: &str) -> PyResult<(u64, u64)> {
@@ -108,7 +115,7 @@ mod _core {
     #[pymodule_export]
     use super::tensor::{Buffer, FTensor};
     #[pymodule_export]
-    use super::{backend_available, granularity, live_ranges, mem_info};
+    use super::{backend_available, granularity, identity, live_ranges, mem_info};
 
     #[pymodule_init]
     fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {

@@ -190,11 +190,27 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Makes one mapping a hole again. Does not wait for the device.
     fn unmap(&self, address: usize, bytes: u64) -> Result<(), DriverError>;
 
+    /// Which piece of hardware it is, whatever number a process sees it under: `GPU-<uuid>` in hexadecimal groups, as
+    /// `nvidia-smi -L` prints it, or `host`.
+    fn identity(&self) -> Result<String, DriverError>;
+
     /// What the device has.
     fn mem_info(&self) -> Result<MemInfo, DriverError>;
 
     /// Waits for all work on the device that this process has submitted.
     fn synchronise(&self) -> Result<(), DriverError>;
+}
+
+/// A GPU's name by its UUID.
+pub(crate) fn gpu_identity(uuid: [u8; 16]) -> String {
+    let mut text = String::from("GPU");
+    for (place, byte) in uuid.iter().enumerate() {
+        if matches!(place, 0 | 4 | 6 | 8 | 10) {
+            text.push('-');
+        }
+        text += &format!("{byte:02x}");
+    }
+    text
 }
 
 #[cfg(test)]
@@ -222,6 +238,12 @@ mod tests {
             assert!(said.contains(&format!("{bad:?}")), "{said}");
             assert!(said.contains("\"cuda:N\"") && said.contains("\"hip:N\""), "{said}");
         }
+    }
+
+    #[test]
+    fn a_uuid_is_written_as_nvidia_smi_does() {
+        let uuid = *b"\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\xfe\xff";
+        assert_eq!(gpu_identity(uuid), "GPU-00010203-0405-0607-0809-0a0b0c0dfeff");
     }
 
     #[test]

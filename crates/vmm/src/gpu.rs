@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::book::{Book, check_size};
-use crate::driver::{Access, Device, Driver, DriverError, Handle, MemInfo};
+use crate::driver::{Access, Device, Driver, DriverError, Handle, MemInfo, gpu_identity};
 
 type Result<T> = std::result::Result<T, DriverError>;
 
@@ -50,6 +50,8 @@ pub(crate) trait Api: fmt::Debug + Send + Sync {
     /// # Safety
     /// Exactly one mapping of this value's, which nobody else unmaps.
     unsafe fn unmap(&self, address: usize, bytes: u64) -> Result<()>;
+
+    fn uuid(&self) -> Result<[u8; 16]>;
 
     fn mem_info(&self) -> Result<MemInfo>;
 
@@ -188,6 +190,11 @@ impl<A: Api> Driver for Gpu<A> {
         unmapped
     }
 
+    fn identity(&self) -> Result<String> {
+        self.enter("identity")?;
+        Ok(gpu_identity(self.api.uuid()?))
+    }
+
     fn mem_info(&self) -> Result<MemInfo> {
         self.enter("mem_info")?;
         self.api.mem_info()
@@ -273,6 +280,9 @@ mod tests {
         unsafe fn unmap(&self, _: usize, _: u64) -> Result<()> {
             unreachable!()
         }
+        fn uuid(&self) -> Result<[u8; 16]> {
+            unreachable!()
+        }
         fn mem_info(&self) -> Result<MemInfo> {
             unreachable!()
         }
@@ -289,6 +299,7 @@ mod tests {
             other => panic!("{call}: {other:?}"),
         };
         forked("reserve", gpu.reserve(1).map(drop));
+        forked("identity", gpu.identity().map(drop));
         forked("mem_info", gpu.mem_info().map(drop));
         forked("synchronise", gpu.synchronise());
     }

@@ -242,6 +242,10 @@ impl Driver for Host {
         state.book.take_mapping(CALL, address, bytes).map(|_| ())
     }
 
+    fn identity(&self) -> Result<String> {
+        Ok("host".to_owned())
+    }
+
     fn mem_info(&self) -> Result<MemInfo> {
         let held = self.enter("mem_info")?.book.held_bytes();
         Ok(MemInfo { free: self.total_bytes.saturating_sub(held), total: self.total_bytes })

@@ -366,6 +366,8 @@ fn a_failed_call_is_named_and_has_changed_nothing() {
     driver.release(handle).unwrap();
     failing("hipMemAddressFree", &|| driver.free(address, PAGE));
     driver.free(address, PAGE).unwrap();
+    failing("hipDeviceGetUuid", &|| driver.identity().map(drop));
+    assert_eq!(driver.identity().unwrap(), "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0");
     failing("hipMemGetInfo", &|| driver.mem_info().map(drop));
     failing("hipDeviceSynchronize", &|| driver.synchronise());
     // A code that the runtime has no name for.

@@ -142,16 +142,26 @@ class PatchSet:
         """
         if self.applied:
             return
+        for _, error in self.examined(version):
+            if error is not None:
+                raise error
+
+    def examined(self, version: str) -> Iterator[tuple[Seam, SeamError | None]]:
+        """Each seam of a set that is not applied, with what speaks against it in the engine that is installed. Imports its module."""
         for seam in self.seams:
+            error = None
             if version not in seam.versions:
-                raise SeamError(
+                error = SeamError(
                     f"{self.engine} {version}: seam {seam.target} was written for {seam.versions}; "
                     f"use such a version, or unset ENABLE_KVCACHED"
                 )
-            try:
-                self._original(seam)
-            except SeamError as error:
-                raise SeamError(f"{self.engine} {version}: {error}") from error.__cause__
+            else:
+                try:
+                    self._original(seam)
+                except SeamError as found:
+                    error = SeamError(f"{self.engine} {version}: {found}")
+                    error.__cause__ = found.__cause__
+            yield seam, error
 
     def apply(self) -> None:
         """Replace every target, or none: a failure puts back what was replaced. Idempotent.

@@ -107,6 +107,7 @@ macro_rules! forward {
 forward! {
     fn cuInit(flags: c_uint);
     fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
+    fn cuDeviceGetUuid_v2(uuid: *mut CUuuid, dev: CUdevice);
     fn cuDevicePrimaryCtxRetain(pctx: *mut CUcontext, dev: CUdevice);
     fn cuDevicePrimaryCtxRelease_v2(dev: CUdevice);
     fn cuCtxGetCurrent(pctx: *mut CUcontext);

@@ -243,6 +243,13 @@ impl Api for Cuda {
         self.primary.with(|| unsafe { cu!(cuMemUnmap(address as u64, bytes as usize)) })
     }
 
+    fn uuid(&self) -> Result<[u8; 16]> {
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: `uuid` is valid for a write, and `retain` found the device.
+        unsafe { cu!(cuDeviceGetUuid_v2(&mut uuid, self.primary.device)) }?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
+    }
+
     fn mem_info(&self) -> Result<MemInfo> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: both are valid for writes.

@@ -70,6 +70,13 @@ pub(super) type AllocationHandle = usize;
 /// `hipStream_t`, likewise.
 pub(super) type Stream = usize;
 
+/// `hipUUID`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Uuid {
+    pub bytes: [c_char; 16],
+}
+
 macro_rules! functions {
     ($(fn $name:ident($($arg:ident: $ty:ty),* $(,)?) -> $out:ty;)*) => {
         /// The functions of the runtime that this crate needs, under their own names.
@@ -104,6 +111,7 @@ functions! {
     fn hipInit(flags: c_uint) -> c_int;
     fn hipGetDevice(device: *mut c_int) -> c_int;
     fn hipSetDevice(device: c_int) -> c_int;
+    fn hipDeviceGetUuid(uuid: *mut Uuid, device: c_int) -> c_int;
     fn hipDeviceSynchronize() -> c_int;
     fn hipMemGetInfo(free: *mut usize, total: *mut usize) -> c_int;
     fn hipMemGetAllocationGranularity(granularity: *mut usize, prop: *const AllocationProp, option: c_int) -> c_int;

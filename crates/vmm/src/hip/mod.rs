@@ -35,7 +35,7 @@ use std::sync::OnceLock;
 
 use crate::driver::{Access, Device, DriverError, Handle, MemInfo};
 use crate::gpu::{Api, selecting};
-use api::{AccessDesc, AllocationProp, Functions, Location, Stream};
+use api::{AccessDesc, AllocationProp, Functions, Location, Stream, Uuid};
 
 type Result<T> = std::result::Result<T, DriverError>;
 
@@ -234,6 +234,13 @@ impl Api for Hip {
     unsafe fn unmap(&self, address: usize, bytes: u64) -> Result<()> {
         // SAFETY: the caller keeps this method's contract.
         self.with(|| unsafe { hip!(self.functions, hipMemUnmap(address, bytes as usize)) })
+    }
+
+    fn uuid(&self) -> Result<[u8; 16]> {
+        let mut uuid = Uuid { bytes: [0; 16] };
+        // SAFETY: `uuid` is valid for a write.
+        unsafe { hip!(self.functions, hipDeviceGetUuid(&mut uuid, self.device)) }?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
     }
 
     fn mem_info(&self) -> Result<MemInfo> {

@@ -103,6 +103,10 @@ impl Driver for Faulty {
         self.inner.unmap(address, bytes)
     }
 
+    fn identity(&self) -> Result<String> {
+        self.inner.identity()
+    }
+
     fn mem_info(&self) -> Result<MemInfo> {
         self.admit("mem_info", Call::MemInfo)?;
         self.inner.mem_info()

@@ -235,6 +235,10 @@ impl Driver for Sim {
         self.call("unmap", Call::Unmap, bytes, |s| s.book.take_mapping("unmap", address, bytes).map(|_| ()))
     }
 
+    fn identity(&self) -> Result<String> {
+        Ok("sim".to_owned())
+    }
+
     fn mem_info(&self) -> Result<MemInfo> {
         self.call("mem_info", Call::MemInfo, 0, |s| {
             let free = s.budget_bytes.saturating_sub(s.book.held_bytes());

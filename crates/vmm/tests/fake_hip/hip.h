@@ -52,6 +52,13 @@ const char *hipGetErrorName(hipError_t hip_error);
 hipError_t hipInit(unsigned int flags);
 hipError_t hipGetDevice(int *deviceId);
 hipError_t hipSetDevice(int deviceId);
+typedef int hipDevice_t;
+
+typedef struct hipUUID_t {
+  char bytes[16];
+} hipUUID;
+
+hipError_t hipDeviceGetUuid(hipUUID *uuid, hipDevice_t device);
 hipError_t hipDeviceSynchronize(void);
 hipError_t hipMemGetInfo(size_t *free, size_t *total);
 hipError_t hipMemGetAllocationGranularity(size_t *granularity, const hipMemAllocationProp *prop, hipMemAllocationGranularity_flags option);

@@ -90,6 +90,10 @@ impl Driver for Peek {
         self.look();
         self.inner.unmap(address, bytes)
     }
+    fn identity(&self) -> Result<String, DriverError> {
+        self.look();
+        self.inner.identity()
+    }
     fn mem_info(&self) -> Result<MemInfo, DriverError> {
         self.look();
         self.inner.mem_info()

@@ -1,0 +1,158 @@
+//! The bytes of a budget record, as those of an instance record (`crate::layout`): fixed offsets, one version, whole 64-bit words.
+
+use std::mem::offset_of;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::error::RecordError;
+use crate::layout::{get_text, get_word, put_text, put_word};
+use crate::text::MAX_TEXT_BYTES;
+
+use super::admission::Member;
+
+/// Version of the layout that this crate writes and reads.
+pub(crate) const BUDGET_VERSION: u64 = 1;
+/// Instances that may share a device.
+pub(crate) const SLOTS: usize = 64;
+/// Size of a budget record, bytes.
+pub(crate) const BUDGET_BYTES: usize = size_of::<BudgetRecord>();
+/// A shortage counts for so long after it was last renewed, nanoseconds.
+pub(super) const SHORTAGE_NS: u64 = 1_000_000_000;
+
+const MAGIC: [u8; 8] = *b"kvbudget";
+const WORD: usize = size_of::<u64>();
+const TEXT_WORDS: usize = MAX_TEXT_BYTES / WORD;
+
+#[repr(C)]
+pub(crate) struct BudgetRecord {
+    magic: AtomicU64,
+    version: AtomicU64,
+    total_bytes: AtomicU64,
+    /// What all instances may have together.
+    pub(super) budget_bytes: AtomicU64,
+    device: [AtomicU64; TEXT_WORDS],
+    spare: [AtomicU64; 4],
+    pub(super) slots: [Slot; SLOTS],
+}
+
+/// One instance. Free where `taken` is 0, which is written last when it is taken and first when it is freed.
+#[repr(C)]
+pub(super) struct Slot {
+    pub taken: AtomicU64,
+    /// Of the instance's record.
+    inode: AtomicU64,
+    name: [AtomicU64; TEXT_WORDS],
+    pub min_bytes: AtomicU64,
+    pub granted_bytes: AtomicU64,
+    shortage_bytes: AtomicU64,
+    /// When that was last renewed, CLOCK_MONOTONIC.
+    shortage_ns: AtomicU64,
+    /// Of the shortage, what the device itself refused.
+    by_device_bytes: AtomicU64,
+    pub givable_bytes: AtomicU64,
+}
+
+const _: () = assert!(BUDGET_BYTES == 128 + SLOTS * 128 && size_of::<Slot>() == 128);
+const _: () = assert!(offset_of!(BudgetRecord, device) == 32 && offset_of!(BudgetRecord, slots) == 128);
+const _: () = assert!(offset_of!(Slot, name) == 16 && offset_of!(Slot, min_bytes) == 80);
+
+impl Slot {
+    pub fn is_taken(&self) -> bool {
+        self.taken.load(Ordering::Acquire) != 0
+    }
+
+    /// Under the gate.
+    pub fn take(&self, name: &str, inode: u64, min_bytes: u64) {
+        for word in [
+            &self.granted_bytes,
+            &self.shortage_bytes,
+            &self.shortage_ns,
+            &self.by_device_bytes,
+            &self.givable_bytes,
+        ] {
+            word.store(0, Ordering::Relaxed);
+        }
+        self.min_bytes.store(min_bytes, Ordering::Relaxed);
+        self.inode.store(inode, Ordering::Relaxed);
+        let mut padded = [0; MAX_TEXT_BYTES];
+        put_text(&mut padded, 0, name);
+        for (word, offset) in self.name.iter().zip((0..).step_by(WORD)) {
+            word.store(get_word(&padded, offset), Ordering::Relaxed);
+        }
+        self.taken.store(1, Ordering::Release);
+    }
+
+    /// Under the gate.
+    pub fn free(&self) {
+        self.taken.store(0, Ordering::Release);
+        self.granted_bytes.store(0, Ordering::Relaxed);
+    }
+
+    /// Name of the instance and the inode of its record.
+    pub fn owner(&self) -> (String, u64) {
+        let mut padded = [0; MAX_TEXT_BYTES];
+        for (word, offset) in self.name.iter().zip((0..).step_by(WORD)) {
+            put_word(&mut padded, offset, word.load(Ordering::Relaxed));
+        }
+        let name = get_text(&padded, 0, "instance name").unwrap_or_default();
+        (name, self.inode.load(Ordering::Relaxed))
+    }
+
+    pub fn set_shortage(&self, bytes: u64, by_device: bool, now_ns: u64) {
+        self.shortage_bytes.store(bytes, Ordering::Relaxed);
+        self.by_device_bytes.store(if by_device { bytes } else { 0 }, Ordering::Relaxed);
+        self.shortage_ns.store(now_ns, Ordering::Release);
+    }
+
+    /// What is waited for at this time, and how much of it the device itself refused.
+    pub fn shortage(&self, now_ns: u64) -> (u64, u64) {
+        let renewed = self.shortage_ns.load(Ordering::Acquire);
+        if now_ns.saturating_sub(renewed) >= SHORTAGE_NS {
+            return (0, 0);
+        }
+        let bytes = self.shortage_bytes.load(Ordering::Relaxed);
+        (bytes, self.by_device_bytes.load(Ordering::Relaxed).min(bytes))
+    }
+
+    pub fn member(&self, now_ns: u64) -> Member {
+        Member {
+            granted: self.granted_bytes.load(Ordering::Acquire),
+            min: self.min_bytes.load(Ordering::Acquire),
+            shortage: self.shortage(now_ns).0,
+            givable: self.givable_bytes.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// The bytes of a new record without instances.
+pub(super) fn encode(device: &str, budget_bytes: u64) -> Vec<u8> {
+    let mut bytes = vec![0; BUDGET_BYTES];
+    bytes[..WORD].copy_from_slice(&MAGIC);
+    put_word(&mut bytes, offset_of!(BudgetRecord, version), BUDGET_VERSION);
+    put_word(&mut bytes, offset_of!(BudgetRecord, total_bytes), BUDGET_BYTES as u64);
+    put_word(&mut bytes, offset_of!(BudgetRecord, budget_bytes), budget_bytes);
+    put_text(&mut bytes, offset_of!(BudgetRecord, device), device);
+    bytes
+}
+
+/// Whether these are a budget record of this version, whatever its numbers are.
+pub(super) fn check(bytes: &[u8], device: &str) -> Result<(), RecordError> {
+    if bytes.len() < offset_of!(BudgetRecord, budget_bytes) {
+        return Err(RecordError::Truncated { bytes: bytes.len() });
+    }
+    if bytes[..WORD] != MAGIC {
+        return Err(RecordError::Magic);
+    }
+    let version = get_word(bytes, offset_of!(BudgetRecord, version));
+    if version != BUDGET_VERSION {
+        return Err(RecordError::BudgetVersion { found: version });
+    }
+    for found in [get_word(bytes, offset_of!(BudgetRecord, total_bytes)), bytes.len() as u64] {
+        if found != BUDGET_BYTES as u64 {
+            return Err(RecordError::BudgetSize { found });
+        }
+    }
+    match get_text(bytes, offset_of!(BudgetRecord, device), "device")? {
+        found if found == device => Ok(()),
+        found => Err(RecordError::NameMismatch { found }),
+    }
+}
