@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvcached.errors import BlockError, StateConsistencyError
+from kvcached.integration import memory as engine_memory
 from kvcached.integration.plan import Agreement
 from tests.memories import reserved_memory
 from tests.ranges import KIB, settled_pages
@@ -139,3 +140,27 @@ def test_errors_of_an_open_pool_are_not_hidden(memory):
         memory.give_cached(1, timeout_s=0)
     assert memory.at_rest.acquire(timeout=0)
     memory.at_rest.release()
+
+
+def test_much_is_evicted_in_pieces_between_which_the_engine_may_go_on(memory, monkeypatch):
+    cache, passed = Cache(memory, 1), []
+    cache.evict = lambda nbytes: (cache.asked.append(nbytes), nbytes)[1]
+
+    def engine() -> None:
+        passed.append(memory.at_rest.acquire(timeout=0))
+        memory.at_rest.release()
+
+    def let_pass(_: float) -> None:
+        thread = threading.Thread(target=engine)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(engine_memory.time, "sleep", let_pass)
+    at_once = engine_memory.EVICTED_AT_ONCE_BYTES
+    assert memory.give_cached(2 * at_once + 5, timeout_s=1) == 2 * at_once + 5
+    assert cache.asked == [at_once, at_once, 5]
+    assert passed == [True] * 3
+
+    pieces = iter([at_once, 7])
+    cache.evict = lambda nbytes: next(pieces)
+    assert memory.give_cached(9 * at_once, timeout_s=1) == at_once + 7, "no more is cached"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["EngineMemory", "PrefixCache"]
 
 logger = logging.getLogger("kvcached")
+
+EVICTED_AT_ONCE_BYTES = 256 << 20
+"""An engine that wants to go on waits for no more: vLLM evicts some 500 blocks a millisecond."""
+LET_PASS_S = 0.0005
+"""Between two of them, so that an engine that waits is next: a lock is not handed over, and whoever releases it would have it again."""
 
 _engine_numbers = itertools.count()  # in one process, whose record has a row for each pool
 _live: weakref.WeakSet[EngineMemory] = weakref.WeakSet()
@@ -184,24 +190,36 @@ class EngineMemory(Attached):
             timeout_s: how long to wait for the engine's scheduler to return; a step's GPU work does not count.
 
         Returns:
-            Bytes of the pages that emptied: at least `nbytes`, or all that could be had. 0 where the scheduler did not return in time.
+            Bytes of the pages that emptied: at least `nbytes`, or all that could be had in the time.
         """
-        if self._cache is None or not self.at_rest.acquire(timeout=max(0.0, timeout_s)):
+        given, deadline = 0, time.monotonic() + timeout_s
+        while given < nbytes and self._cache is not None:
+            wanted = min(nbytes - given, EVICTED_AT_ONCE_BYTES)
+            if not self.at_rest.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                break
+            try:
+                evicted = self._evict(wanted)
+            finally:
+                self.at_rest.release()
+            given += evicted
+            if evicted < wanted:
+                break
+            time.sleep(LET_PASS_S)
+        return given
+
+    def _evict(self, nbytes: int) -> int:
+        cache = self._cache
+        if cache is None or self.pool is None:
             return 0
         try:
-            cache = self._cache
-            if cache is None or self.pool is None:
-                return 0
-            given = cache.evict(nbytes)
-            if given:
+            evicted = cache.evict(nbytes)
+            if evicted:
                 self._end_epochs_of_an_idle_engine()
-            return given
         except KVCachedError:
             if self.pool is None:  # closed meanwhile: all of it has gone back
                 return 0
             raise
-        finally:
-            self.at_rest.release()
+        return evicted
 
     def _end_epochs_of_an_idle_engine(self) -> None:
         """Whoever drives an engine in its own process may stop before it has asked for the output of the last batch, after an abort for
