@@ -28,6 +28,12 @@ MAX_MB = 1 << 30
 SHOWN_CHARS = 60
 #: Less than this a loaded machine needs to answer at all; more than an hour nobody waits.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 3600
+DAY_S = 86400
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+#: `limit` where there is none.
+UNLIMITED = (1 << 64) - 1
+#: What a stranger needs to start at all: a CUDA context and the first weights. Ours then give more as it asks.
+GPU_WATERMARK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -64,15 +70,36 @@ def _count_from(least: int) -> Kind[int]:
     return Kind(f"a whole number from {least} to {MAX_MB}", parse)
 
 
-def _seconds() -> Kind[float]:
+def _seconds(least: float, most: int) -> Kind[float]:
     def parse(text: str) -> float | None:
         # float() takes more than people mean ("1_0", "nan", "1e3").
         if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,6})?", text):
             return None
         seconds = float(text)
-        return seconds if MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S else None
+        return seconds if least <= seconds <= most else None
 
-    return Kind(f"seconds from {MIN_TIMEOUT_S} to {MAX_TIMEOUT_S}", parse)
+    return Kind(f"seconds from {least} to {most}", parse)
+
+
+def _size(words: Mapping[str, int] | None = None) -> Kind[int]:
+    """Bytes. `MB` and `GB` are refused: half of those who write them mean powers of ten."""
+    words = words or {}
+
+    def parse(text: str) -> int | None:
+        if text.lower() in words:
+            return words[text.lower()]
+        size = re.fullmatch(
+            r"(?P<whole>[0-9]{1,16})((\.(?P<part>[0-9]{1,6}))?(?P<unit>[KMGT])(iB)?)?", text, re.IGNORECASE
+        )
+        if size is None or not text.isascii():
+            return None
+        part = size["part"] or ""
+        unit = UNITS[size["unit"].upper()] if size["unit"] else 1
+        nbytes = int(size["whole"] + part) * unit // 10 ** len(part)
+        return nbytes if nbytes <= MAX_MB * MIB else None
+
+    accepts = "a size up to 1024T: bytes, or with a binary unit (`512M`, `1.5GiB`)"
+    return Kind(", ".join([*words, accepts]), parse)
 
 
 def _matching(pattern: str, accepts: str) -> Kind[str]:
@@ -115,7 +142,7 @@ class PoolOptions(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of a process. Sizes in MiB as people set them; the properties `*_bytes` give bytes."""
+    """All settings of a process. `*_mb` in MiB as people set them; `*_bytes` give bytes, whether fields, properties or methods."""
 
     enabled: bool = _declare(
         "ENABLE_KVCACHED",
@@ -189,6 +216,55 @@ class Settings:
         "zeros that may be read. `auto`: hole for an attention backend that was shown to leave holes alone "
         "(docs/KERNELS.md), else zero.",
     )
+    min_bytes: int = _declare(
+        "KVCACHED_MIN",
+        _size(),
+        default=0,
+        unit="bytes",
+        meaning="Memory of each device that is guaranteed to this instance, used or not: no other may have it.",
+    )
+    limit: int = _declare(
+        "KVCACHED_LIMIT",
+        _size({"none": UNLIMITED}),
+        default=UNLIMITED,
+        default_shown="none",
+        unit="bytes",
+        meaning="The most memory of each device that this instance may have. At least `KVCACHED_MIN`.",
+    )
+    device_budget_bytes: int | None = _declare(
+        "KVCACHED_DEVICE_BUDGET",
+        _size(),
+        default=None,
+        default_shown="the whole device; half the RAM on the host backend",
+        unit="bytes",
+        meaning="Memory of a device that all instances of this user share. The first instance on a device sets it; one that states "
+        "another while that one lives does not start.",
+    )
+    cache_idle_s: float = _declare(
+        "KVCACHED_CACHE_IDLE_S",
+        _seconds(0, DAY_S),
+        default=60.0,
+        default_shown="60",
+        unit="s",
+        meaning="After so long without a request the memory of cached prefixes goes back. 0: never.",
+    )
+    free_watermark: int | None = _declare(
+        "KVCACHED_FREE_WATERMARK",
+        _size(),
+        default=None,
+        default_shown="1GiB on a GPU, 0 on the host backend",
+        unit="bytes",
+        meaning="When less of the device's memory is free, whoever uses it, cached prefixes go back until it is. 0: never.",
+    )
+    max_cached_tokens: int | None = _declare(
+        "KVCACHED_MAX_CACHED_TOKENS",
+        _count_from(0),
+        default=None,
+        default_shown="no cap",
+        unit="tokens",
+        meaning="Tokens of cached prefixes that no request uses and that an engine keeps at the end of a step; what is above goes, the "
+        "oldest first, in whole pages. A cap costs prefix-cache hits; memory that others want goes back without one too.",
+    )
     page_order: str = _declare(
         "KVCACHED_PAGE_ORDER",
         PAGE_ORDER,
@@ -198,7 +274,7 @@ class Settings:
     )
     ipc_timeout_s: float = _declare(
         "KVCACHED_IPC_TIMEOUT",
-        _seconds(),
+        _seconds(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
         default=10.0,
         default_shown="10",
         unit="s",
@@ -214,7 +290,7 @@ class Settings:
         """The settings that `env` states; what it does not state has its default.
 
         Raises:
-            KVCachedConfigError: a malformed value, a maximum below its minimum, or an unknown variable that
+            KVCachedConfigError: a malformed value, a maximum, limit or budget below its minimum, or an unknown variable that
                 begins with `KVCACHED_`.
         """
         declared = dict(_declared())
@@ -236,6 +312,15 @@ class Settings:
                 f"KVCACHED_MAX_RESERVED_MB ({settings.max_reserved_mb} MiB) is below "
                 f"KVCACHED_MIN_RESERVED_MB ({settings.min_reserved_mb} MiB): raise the one or lower the other"
             )
+        for most, variable in (
+            (settings.limit, "KVCACHED_LIMIT"),
+            (settings.device_budget_bytes, "KVCACHED_DEVICE_BUDGET"),
+        ):
+            if most is not None and most < settings.min_bytes:
+                raise KVCachedConfigError(
+                    f"{variable} ({most} bytes) is below KVCACHED_MIN ({settings.min_bytes} bytes): "
+                    "raise the one or lower the other"
+                )
         return settings
 
     @property
@@ -257,6 +342,18 @@ class Settings:
     def handle_cache_bytes(self) -> int:
         """Bytes of released pages that are kept for the next ones."""
         return self.handle_cache_mb * MIB
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The most bytes of each device that this instance may have; None: no limit."""
+        return None if self.limit == UNLIMITED else self.limit
+
+    def free_watermark_bytes(self, device: str) -> int:
+        """Bytes of `device` ("cuda:N", "hip:N" or "cpu") that are to be free; 0: none."""
+        if self.free_watermark is not None:
+            return self.free_watermark
+        # On the host the kernel's page cache takes what is free: a low number says nothing there.
+        return 0 if device == "cpu" else GPU_WATERMARK_BYTES
 
     @property
     def pool_options(self) -> PoolOptions:

@@ -7,10 +7,16 @@ cached, and vLLM's queue holds the cached blocks that nobody holds.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_block_hash,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+)
 
 from kvcached import _core
 from kvcached.errors import BlockError, KVCachePoolExhausted, StateConsistencyError
@@ -36,7 +42,9 @@ def pools():
     """vLLM's pool with the overlay, and the core's pool under it."""
     made = []
 
-    def make(caching: bool = True, **options) -> tuple[BlockPool, BoundedPool]:
+    def make(
+        caching: bool = True, native: BlockPool | None = None, **options
+    ) -> tuple[BlockPool, BoundedPool]:
         pool = BoundedPool(
             _core.FTensor("cpu", GEOMETRY, NUM_BLOCKS),
             reserve_null_block=True,
@@ -44,7 +52,7 @@ def pools():
             max_reserved_bytes=0,
             **options,
         )
-        native = BlockPool(NUM_BLOCKS, caching, hash_block_size=16)
+        native = native or BlockPool(NUM_BLOCKS, caching, hash_block_size=16)
         block_pool.overlay_block_pool(native, pool)
         made.append(pool)
         return native, pool
@@ -195,6 +203,174 @@ def test_reset_prefix_cache(pools):
     check(native, pool)
 
 
+PAGE = GEOMETRY.page_bytes
+
+
+def pages_that_would_empty(native: BlockPool, pool: _core.Pool) -> list[int]:
+    """By looking at every block: the least recently used page first."""
+    place = {block.block_id: n for n, block in enumerate(native.free_block_queue.cached_blocks())}
+    age: dict[int, float] = {}
+    for block in native.blocks:
+        (page,) = pool.pages_of([block.block_id])
+        if block.ref_cnt > 0 or block.is_null:
+            age[page] = float("inf")
+        elif block.block_hash is not None:
+            age[page] = max(age.get(page, 0), place[block.block_id])
+    return sorted((page for page in age if age[page] < float("inf")), key=age.__getitem__)
+
+
+def content_of(native: BlockPool) -> dict[int, object]:
+    return {b.block_id: b.block_hash for b in native.blocks if b.block_hash is not None}
+
+
+def evict_checked(native: BlockPool, pool: _core.Pool, nbytes: int) -> int:
+    """Evicts; exactly what must go goes."""
+    whole, before = pages_that_would_empty(native, pool), content_of(native)
+    given = native.evict(nbytes)
+    gone = whole[: -(-nbytes // PAGE)]
+    assert given == len(gone) * PAGE
+    after = {i: content for i, content in before.items() if pool.pages_of([i])[0] not in gone}
+    assert content_of(native) == after
+    for block_id, block_hash in before.items():
+        found = native.cached_block_hash_to_block.contain(block_hash, block_id)
+        assert found == (block_id in after)
+    check(native, pool)
+    return given
+
+
+def cached_blocks(native: BlockPool, count: int) -> list:
+    """Allocated and with content, in order of their ids: three in the null block's page, four in each of the next."""
+    blocks = sorted(native.get_new_blocks(count), key=lambda block: block.block_id)
+    for number, block in enumerate(blocks):
+        cache(native, block, number)
+    return blocks
+
+
+class TestEvict:
+    def test_whole_pages_the_least_recently_used_first(self, pools):
+        native, pool = pools()
+        blocks = cached_blocks(native, 23)
+        native.free_blocks(blocks[3:7] + blocks[11:15] + blocks[7:11] + blocks[15:])
+        native.touch([blocks[3]])  # page 1 is used again: it is the youngest now
+        native.free_blocks([blocks[3]])
+        assert pages_that_would_empty(native, pool) == [3, 2, 4, 5, 1]
+        assert evict_checked(native, pool, 1) == PAGE
+        assert settled_pages(pool) == [0, 1, 2, 4, 5]
+        assert evict_checked(native, pool, PAGE + 1) == 2 * PAGE
+        assert settled_pages(pool) == [0, 1, 5]
+        assert evict_checked(native, pool, 1 << 60) == 2 * PAGE, "all that can be had"
+        assert settled_pages(pool) == [0]
+        assert evict_checked(native, pool, 1 << 60) == 0
+        native.free_blocks(blocks[:3])
+        assert evict_checked(native, pool, 1 << 60) == 0, "the null block stays where it is"
+
+    def test_a_page_with_a_block_in_use_is_left_alone(self, pools):
+        native, pool = pools()
+        blocks = cached_blocks(native, 23)
+        native.free_blocks(blocks[:4] + blocks[5:])  # one is held, with content
+        assert evict_checked(native, pool, 1 << 60) == 4 * PAGE
+        assert settled_pages(pool) == [0, 1]
+        assert all(block.block_hash is not None for block in blocks[:7])
+
+    def test_a_page_with_a_block_in_use_without_content_is_left_alone(self, pools):
+        native, pool = pools()
+        blocks = native.get_new_blocks(23)
+        blocks.sort(key=lambda block: block.block_id)
+        for number, block in enumerate(blocks):
+            if block is not blocks[4]:
+                cache(native, block, number)
+        native.free_blocks(blocks[:4] + blocks[5:])
+        assert evict_checked(native, pool, 1 << 60) == 4 * PAGE
+        assert settled_pages(pool) == [0, 1]
+
+    @pytest.mark.parametrize("nbytes", [0, -1])
+    def test_nothing_wanted_nothing_gone(self, pools, nbytes):
+        native, _ = pools()
+        native.free_blocks(cached_blocks(native, 23))
+        assert native.evict(nbytes) == 0
+        assert len(content_of(native)) == 23
+
+    def test_nothing_is_cached(self, pools):
+        native, pool = pools()
+        assert evict_checked(native, pool, 1 << 60) == 0
+        assert native.cached_bytes == 0
+
+    def test_events_and_metrics_are_vllm_s(self, pools):
+        evicted = []
+        metrics = SimpleNamespace(
+            on_block_allocated=lambda block: None,
+            on_block_evicted=lambda block: evicted.append(block.block_id),
+        )
+        native, _ = pools(
+            native=BlockPool(
+                NUM_BLOCKS, True, hash_block_size=16, enable_kv_cache_events=True, metrics_collector=metrics
+            )
+        )
+        native.free_blocks(reversed(cached_blocks(native, 23)))
+        native.take_events()
+        evicted.clear()
+        before = content_of(native)
+        native.evict(2 * PAGE)
+        gone = before.keys() - content_of(native).keys()
+        assert len(gone) == 8 and set(evicted) == gone and len(evicted) == 8
+        removed = [event.block_hashes for event in native.take_events()]
+        expected = [maybe_convert_block_hash(get_block_hash(before[block_id])) for block_id in evicted]
+        assert removed == [[block_hash] for block_hash in expected]
+
+    def test_two_blocks_of_one_content(self, pools):
+        native, pool = pools()
+        blocks = native.get_new_blocks(11)
+        for number, block in enumerate(blocks):
+            cache(native, block, number % 4)
+        native.free_blocks(blocks)
+        evict_checked(native, pool, PAGE)
+        assert native.get_cached_block(BlockHash((1).to_bytes(32, "big")), [0]) is not None
+
+    def test_one_call_of_the_core(self, pools, monkeypatch):
+        native, _ = pools()
+        native.free_blocks(cached_blocks(native, 40))
+        calls, free = [], BoundedPool.free
+        monkeypatch.setattr(
+            BoundedPool, "free", lambda self, ids: (calls.append(len(ids)), free(self, ids))[1]
+        )
+        native.evict(5 * PAGE)
+        assert calls == [20]
+
+    def test_cached_bytes_are_those_that_no_request_uses(self, pools):
+        native, _ = pools()
+        blocks = cached_blocks(native, 23)
+        assert native.cached_bytes == 0
+        native.free_blocks(blocks[:9])
+        assert native.cached_bytes == 9 * PAGE // 4
+
+    def test_the_cap_takes_whole_pages_first(self, pools):
+        native, pool = pools()
+        blocks = cached_blocks(native, 23)
+        native.free_blocks(
+            blocks[:20]
+        )  # 3 in the null block's page, 16 in pages 1 to 4, one in page 5, where others are in use
+        native.keep_to_cap()
+        assert len(content_of(native)) == 23, "no cap"
+        native.most_cached = 18
+        native.keep_to_cap()
+        check(native, pool)
+        assert settled_pages(pool) == [0, 2, 3, 4, 5], "a page, although two blocks would do"
+        native.keep_to_cap()
+        assert native.free_block_queue.num_free_blocks == 16
+        native.most_cached = 2
+        native.keep_to_cap()
+        check(native, pool)
+        assert settled_pages(pool) == [0, 5]
+        assert [b.block_id for b in native.free_block_queue.cached_blocks()] == [
+            blocks[i].block_id for i in (2, 19)
+        ], "the oldest went where no page empties"
+        native.most_cached = 0
+        native.keep_to_cap()
+        check(native, pool)
+        assert native.cached_bytes == 0
+        assert len(content_of(native)) == 3, "those in use keep theirs"
+
+
 def test_one_call_of_the_core_a_call_of_vllm(pools, monkeypatch):
     native, pool = pools(caching=False)
     calls = []
@@ -332,6 +508,8 @@ def test_any_order_of_calls(pools, seed):
                     if len(hit) <= demand(native, len(hit), hits=len(hit)):
                         native.touch(hit)
                         requests.append(hit)
+            elif action < 0.98:
+                evict_checked(native, pool, draw.randrange(4 * PAGE))
             else:
                 cached = native.free_block_queue.cached_blocks()
                 native.evict_blocks({b.block_id for b in cached[: len(cached) // 2]})

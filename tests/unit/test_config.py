@@ -17,7 +17,9 @@ NUMBERS = [
     "KVCACHED_MIN_RESERVED_MB",
     "KVCACHED_MAX_RESERVED_MB",
     "KVCACHED_HANDLE_CACHE_MB",
+    "KVCACHED_MAX_CACHED_TOKENS",
 ]
+SIZES = ["KVCACHED_MIN", "KVCACHED_LIMIT", "KVCACHED_DEVICE_BUDGET", "KVCACHED_FREE_WATERMARK"]
 MOST_MB = 1 << 30
 
 
@@ -41,12 +43,20 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         "handle_cache_mb": 0,
         "layout": "auto",
         "unbacked": "auto",
+        "min_bytes": 0,
+        "limit": (1 << 64) - 1,
+        "device_budget_bytes": None,
+        "cache_idle_s": 60.0,
+        "free_watermark": None,
+        "max_cached_tokens": None,
         "page_order": "lowest",
         "ipc_timeout_s": 10.0,
         "log_level": "info",
     }
     assert settings.page_bytes is None
     assert (settings.min_reserved_bytes, settings.max_reserved_bytes) == (0, 48 << 20)
+    assert settings.limit_bytes is None
+    assert (settings.free_watermark_bytes("cuda:1"), settings.free_watermark_bytes("cpu")) == (1 << 30, 0)
 
 
 def test_every_setting_can_be_stated() -> None:
@@ -59,6 +69,12 @@ def test_every_setting_can_be_stated() -> None:
             "KVCACHED_PAGE_MB": "16",
             "KVCACHED_MIN_RESERVED_MB": "128",
             "KVCACHED_MAX_RESERVED_MB": "0128",
+            "KVCACHED_MIN": "512M",
+            "KVCACHED_LIMIT": "1.5GiB",
+            "KVCACHED_DEVICE_BUDGET": "80g",
+            "KVCACHED_CACHE_IDLE_S": "0",
+            "KVCACHED_FREE_WATERMARK": "100000",
+            "KVCACHED_MAX_CACHED_TOKENS": "0",
             "KVCACHED_PAGE_ORDER": "highest",
             "KVCACHED_LOG_LEVEL": "DEBUG",
             "PATH": "/bin",
@@ -68,6 +84,13 @@ def test_every_setting_can_be_stated() -> None:
     assert (stated.page_mb, stated.min_reserved_mb, stated.max_reserved_mb) == (16, 128, 128)
     assert (stated.ipc_name, stated.page_order, stated.log_level) == ("llama-8b.a_1", "highest", "debug")
     assert (stated.page_bytes, stated.min_reserved_bytes) == (16 << 20, 128 << 20)
+    assert (stated.min_bytes, stated.limit_bytes, stated.device_budget_bytes) == (
+        512 << 20,
+        3 << 29,
+        80 << 30,
+    )
+    assert (stated.cache_idle_s, stated.max_cached_tokens) == (0, 0)
+    assert stated.free_watermark_bytes("cuda:0") == stated.free_watermark_bytes("cpu") == 100000
 
 
 def test_the_process_environment_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +132,88 @@ def test_a_malformed_value_is_explained() -> None:
         assert f"KVCACHED_IPC_TIMEOUT={text!r} " in refusal({"KVCACHED_IPC_TIMEOUT": text})
     assert Settings.from_env({"KVCACHED_IPC_TIMEOUT": "0.25"}).ipc_timeout_s == 0.25
     assert "KVCACHED_PAGE_ORDER='random' " in refusal({"KVCACHED_PAGE_ORDER": "random"})
+    assert refusal({"KVCACHED_LIMIT": "10GB"}) == (
+        "KVCACHED_LIMIT='10GB' is not accepted: give none, a size up to 1024T: bytes, or with a binary unit "
+        "(`512M`, `1.5GiB`) (unit: bytes), or unset it for the default (none)"
+    )
+    assert "give seconds from 0 to 86400 " in refusal({"KVCACHED_CACHE_IDLE_S": "86401"})
+
+
+@pytest.mark.parametrize("variable", SIZES)
+def test_sizes_are_bytes_or_have_a_binary_unit(variable: str) -> None:
+    def bytes_of(text: str) -> int:
+        settings = Settings.from_env({variable: text})
+        return {
+            "KVCACHED_MIN": settings.min_bytes,
+            "KVCACHED_LIMIT": settings.limit_bytes,
+            "KVCACHED_DEVICE_BUDGET": settings.device_budget_bytes,
+            "KVCACHED_FREE_WATERMARK": settings.free_watermark_bytes("cuda:0"),
+        }[variable]
+
+    accepted = {
+        "0": 0,
+        "0M": 0,
+        "123456789": 123456789,
+        "1k": 1024,
+        "512M": 512 << 20,
+        "512mib": 512 << 20,
+        "1.5G": 3 << 29,
+        "0.000001K": 0,
+        "0.25TiB": 1 << 38,
+        "1024T": 1 << 50,
+        str(1 << 50): 1 << 50,
+    }
+    assert {text: bytes_of(text) for text in accepted} == accepted
+    refused = [
+        "",
+        "M",
+        "-1",
+        "+1M",
+        "1.5",
+        "1.M",
+        ".5M",
+        "1 M",
+        " 1M",
+        "1M ",
+        "1e3",
+        "1_0M",
+        "1MB",
+        "1B",
+        "1iB",
+    ]
+    refused += [
+        "nan",
+        "inf",
+        "1,5G",
+        "1P",
+        str((1 << 50) + 1),
+        "1025T",
+        "1K\n",
+        "1\u212a",
+        "\u0661M",
+        "9" * 5000,
+    ]
+    for text in refused:
+        assert refusal({variable: text}).startswith(f"{variable}=")
+    if variable == "KVCACHED_LIMIT":
+        assert Settings.from_env({variable: "None"}).limit_bytes is None
+    else:
+        assert "is not accepted" in refusal({variable: "none"})
+
+
+@given(
+    st.integers(0, 1 << 20),
+    st.integers(0, 1 << 20),
+    st.sampled_from(["KVCACHED_LIMIT", "KVCACHED_DEVICE_BUDGET"]),
+)
+def test_a_limit_or_budget_is_not_below_the_minimum(least: int, most: int, variable: str) -> None:
+    env = {"KVCACHED_MIN": f"{least}K", variable: f"{most}K"}
+    if most < least:
+        assert refusal(env) == (
+            f"{variable} ({most << 10} bytes) is below KVCACHED_MIN ({least << 10} bytes): raise the one or lower the other"
+        )
+    else:
+        assert Settings.from_env(env).min_bytes == least << 10
 
 
 @pytest.mark.parametrize("name", ["", ".", ".hidden", "a/b", "a b", "ä", "a\n", "n" * 65])
@@ -138,6 +243,8 @@ def test_the_maximum_is_not_below_the_minimum() -> None:
         ("KVCACHED_LOGLEVEL", "KVCACHED_LOG_LEVEL"),
         ("KVCACHED_ENABLE", "ENABLE_KVCACHED"),
         ("KVCACHED_page_mb", "KVCACHED_PAGE_MB"),
+        ("KVCACHED_LIMIT_MB", "KVCACHED_LIMIT"),
+        ("KVCACHED_CACHE_IDLE", "KVCACHED_CACHE_IDLE_S"),
     ],
 )
 def test_an_unknown_variable_of_ours_names_the_nearest(unknown: str, nearest: str) -> None:
@@ -162,6 +269,7 @@ def test_every_field_is_declared_once_with_what_a_reader_needs() -> None:
         assert "KVCACHED" in setting.variable
         assert all([setting.default, setting.kind.accepts, setting.meaning])
         assert setting.variable.endswith("_MB") == (setting.unit == "MiB")
+        assert (setting.variable in SIZES) == (setting.unit == "bytes")
 
 
 def test_the_document_shows_the_declared_table() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvcached.errors import StateConsistencyError
+from kvcached.errors import BlockError, StateConsistencyError
+from kvcached.integration import memory as engine_memory
 from kvcached.integration.plan import Agreement
 from tests.memories import reserved_memory
 from tests.ranges import KIB, settled_pages
@@ -62,3 +64,103 @@ def test_without_a_pool_there_are_no_epochs(memory):
     memory.open_pool()
     memory.close()
     refused()
+
+
+class Cache:
+    """Pages of cached blocks, by what `evict` is asked for."""
+
+    def __init__(self, memory: EngineMemory, blocks: int) -> None:
+        self.pool = memory.open_pool()
+        self.ids = self.pool.alloc(blocks)
+        self.asked: list[int] = []
+        memory.adopt_cache(self, lambda: True)
+
+    @property
+    def cached_bytes(self) -> int:
+        return len(self.ids) * 2 * 4 * KIB
+
+    def evict(self, nbytes: int) -> int:
+        self.asked.append(nbytes)
+        given = self.cached_bytes
+        self.pool.free(self.ids)
+        self.ids = []
+        return given
+
+
+def test_cached_prefixes_of_an_idle_engine_leave_at_once(memory):
+    cache = Cache(memory, 20)
+    memory.begin_epoch()  # whose end nobody tells
+    assert memory.cached_bytes == 20 * 8 * KIB
+    assert memory.give_cached(5, timeout_s=1) == 20 * 8 * KIB
+    assert (cache.asked, memory.cached_bytes) == ([5], 0)
+    assert settled_pages(cache.pool) == [0]
+
+
+def test_where_nothing_is_cached_nothing_is_given(memory):
+    assert (memory.cached_bytes, memory.give_cached(1 << 40, timeout_s=0)) == (0, 0)
+    memory.open_pool()
+    assert (memory.cached_bytes, memory.give_cached(1 << 40, timeout_s=0)) == (0, 0)
+
+
+def test_an_engine_that_does_not_come_to_rest_gives_nothing(memory):
+    cache = Cache(memory, 20)
+    given = []
+    with memory.at_rest:
+        for timeout_s in (0, 0.05, -1):  # no timeout waits for ever
+            thread = threading.Thread(target=lambda t=timeout_s: given.append(memory.give_cached(1, t)))
+            thread.start()
+            thread.join()
+    assert (given, cache.asked) == ([0, 0, 0], [])
+    assert memory.give_cached(1, 0) > 0
+
+
+def test_a_closed_engine_has_nothing_to_give(memory):
+    cache = Cache(memory, 20)
+    memory.close()
+    assert (memory.cached_bytes, memory.give_cached(1, timeout_s=0)) == (0, 0)
+    assert cache.asked == []
+
+
+def test_an_engine_that_is_closed_meanwhile_has_given_everything(memory):
+    cache = Cache(memory, 20)
+    evict = cache.evict
+
+    def closed_first(nbytes: int) -> int:
+        memory.close()
+        return evict(nbytes)
+
+    cache.evict = closed_first
+    assert memory.give_cached(1, timeout_s=0) == 0
+
+
+def test_errors_of_an_open_pool_are_not_hidden(memory):
+    cache = Cache(memory, 20)
+    cache.pool.free(cache.ids)
+    with pytest.raises(BlockError):
+        memory.give_cached(1, timeout_s=0)
+    assert memory.at_rest.acquire(timeout=0)
+    memory.at_rest.release()
+
+
+def test_much_is_evicted_in_pieces_between_which_the_engine_may_go_on(memory, monkeypatch):
+    cache, passed = Cache(memory, 1), []
+    cache.evict = lambda nbytes: (cache.asked.append(nbytes), nbytes)[1]
+
+    def engine() -> None:
+        passed.append(memory.at_rest.acquire(timeout=0))
+        memory.at_rest.release()
+
+    def let_pass(_: float) -> None:
+        thread = threading.Thread(target=engine)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(engine_memory.time, "sleep", let_pass)
+    at_once = engine_memory.EVICTED_AT_ONCE_BYTES
+    assert memory.give_cached(2 * at_once + 5, timeout_s=1) == 2 * at_once + 5
+    assert cache.asked == [at_once, at_once, 5]
+    assert passed == [True] * 3
+
+    pieces = iter([at_once, 7])
+    cache.evict = lambda nbytes: next(pieces)
+    assert memory.give_cached(9 * at_once, timeout_s=1) == at_once + 7, "no more is cached"

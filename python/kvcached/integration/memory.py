@@ -8,29 +8,48 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
+import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcached import _core
+from kvcached.errors import KVCachedError
 from kvcached.instance import process_record
 from kvcached.integration.attached import Attached
 from kvcached.integration.kernels import weakest
 from kvcached.integration.plan import Plan, devices_shown
+from kvcached.integration.remote import RemoteRanks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvcached.integration.launch import Launch
     from kvcached.integration.plan import Agreement, Survey
     from kvcached.integration.rank import RankMemory
-    from kvcached.integration.remote import RemoteRanks
 
-__all__ = ["EngineMemory"]
+__all__ = ["EngineMemory", "PrefixCache"]
 
 logger = logging.getLogger("kvcached")
 
+EVICTED_AT_ONCE_BYTES = 256 << 20
+"""An engine that wants to go on waits for no more: vLLM evicts some 500 blocks a millisecond."""
+LET_PASS_S = 0.0005
+"""Between two of them, so that an engine that waits is next: a lock is not handed over, and whoever releases it would have it again."""
+
 _engine_numbers = itertools.count()  # in one process, whose record has a row for each pool
 _live: weakref.WeakSet[EngineMemory] = weakref.WeakSet()
+
+
+class PrefixCache(Protocol):
+    """What an engine keeps of requests that have ended, for those to come, in blocks of the pool."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Memory under blocks that are cached and that no request uses. Cheap, and read by any thread."""
+
+    def evict(self, nbytes: int) -> int:
+        """Have pages of at least `nbytes` empty, as far as that can be; returns the bytes of those that did."""
 
 
 class EngineMemory(Attached):
@@ -38,7 +57,8 @@ class EngineMemory(Attached):
     each other.
 
     It is met in this order: whoever starts the engine (`attach`), the KV cache once it is agreed (`decide`, after which the ranks
-    reserve), the scheduler (`open_pool`, epochs), the end (`close`).
+    reserve), the scheduler (`open_pool`, `adopt_cache`, epochs), the end (`close`). Other threads come in by `give_cached` and
+    `cached_bytes` alone.
 
     Args:
         launch: of the engine.
@@ -56,6 +76,15 @@ class EngineMemory(Attached):
         self.pool: _core.Pool | None = None
         self.latest_epoch = 0
         """What `begin_epoch` returned last."""
+        self.ended_epoch = 0
+        """Up to here all work has ended."""
+        self.at_rest = threading.RLock()
+        """Held by the engine's thread in each call of its scheduler that may touch a block, and by whoever takes blocks from the
+        engine. In such a call a cached block may have been found for a request that does not hold it yet; evicted then, it would be
+        used with other content. Taken by the engine's thread some times a step, and rarely by others.
+        """
+        self._cache: PrefixCache | None = None
+        self._is_idle: Callable[[], bool] = lambda: False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())  # there is one scheduler, in this process
@@ -128,10 +157,84 @@ class EngineMemory(Attached):
     def release_through(self, epoch: int) -> None:
         """All work up to this epoch has ended: what was freed by then may leave."""
         self._opened().release_through(epoch)
+        self.ended_epoch = max(self.ended_epoch, epoch)
 
     def synchronise(self) -> None:
         """Wait for all work of the engine, on all ranks."""
         self.ranks.synchronise()
+
+    # ------------------------------------------------------------ cached prefixes
+
+    def adopt_cache(self, cache: PrefixCache, is_idle: Callable[[], bool]) -> None:
+        """The engine's scheduler caches prefixes.
+
+        Args:
+            cache: of its blocks; evicts only while `at_rest` is held.
+            is_idle: no request is waiting or running. Asked while `at_rest` is held.
+        """
+        self._cache, self._is_idle = cache, is_idle
+
+    @property
+    def cached_bytes(self) -> int:
+        """Memory under cached prefixes that no request uses. A page of it goes back only when all that it holds is such."""
+        cache = self._cache
+        return 0 if cache is None else cache.cached_bytes
+
+    def give_cached(self, nbytes: int, timeout_s: float) -> int:
+        """Evict cached prefixes so that whole pages empty, the least recently used first. Called by a thread that is not the engine's.
+
+        What empties goes the way of all that is freed: at once, or when the batches that were begun have ended.
+
+        Args:
+            nbytes: how much is wanted.
+            timeout_s: how long to wait for the engine's scheduler to return; a step's GPU work does not count.
+
+        Returns:
+            Bytes of the pages that emptied: at least `nbytes`, or all that could be had in the time.
+        """
+        given, deadline = 0, time.monotonic() + timeout_s
+        while given < nbytes and self._cache is not None:
+            wanted = min(nbytes - given, EVICTED_AT_ONCE_BYTES)
+            if not self.at_rest.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                break
+            try:
+                evicted = self._evict(wanted)
+            finally:
+                self.at_rest.release()
+            given += evicted
+            if evicted < wanted:
+                break
+            time.sleep(LET_PASS_S)
+        return given
+
+    def _evict(self, nbytes: int) -> int:
+        cache = self._cache
+        if cache is None or self.pool is None:
+            return 0
+        try:
+            evicted = cache.evict(nbytes)
+            if evicted:
+                self._end_epochs_of_an_idle_engine()
+        except KVCachedError:
+            if self.pool is None:  # closed meanwhile: all of it has gone back
+                return 0
+            raise
+        return evicted
+
+    def _end_epochs_of_an_idle_engine(self) -> None:
+        """Whoever drives an engine in its own process may stop before it has asked for the output of the last batch, after an abort for
+        instance. Work of no request is still queued then, and nothing would end its epoch.
+
+        Not with workers in other processes: the way to them has one writer, the engine's thread. There an engine that idles asks for all
+        outputs, or has its next step release the pages.
+        """
+        if (
+            self.ended_epoch < self.latest_epoch
+            and self._is_idle()
+            and not isinstance(self.ranks, RemoteRanks)
+        ):
+            self.synchronise()
+            self.release_through(self.latest_epoch)
 
     def _opened(self) -> _core.Pool:
         if self.pool is None:
@@ -141,5 +244,8 @@ class EngineMemory(Attached):
     def close(self) -> None:
         """Give all memory back. Idempotent."""
         pool, self.pool = self.pool, None
+        self._cache = (
+            None  # not under `at_rest`: the engine's thread may be stuck where only this close can help
+        )
         _live.discard(self)
         self.ranks.close(pool)

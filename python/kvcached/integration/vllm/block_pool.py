@@ -17,10 +17,12 @@ The scheduler, and not the KV cache manager, because only it knows which engine 
 from __future__ import annotations
 
 import functools
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvcached.errors import KVCachePoolExhausted, StateConsistencyError
 from kvcached.integration.memory import EngineMemory
+from kvcached.integration.vllm.eviction import choose_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,6 +64,10 @@ class BlockLedger:
         """Memory was refused in this step: not asked for again before the next one."""
         self._items = items
         self._ids_per_page, self._per_page = geometry.ids_per_page, geometry.blocks_per_page
+        self._pages = range(geometry.num_pages(pool.num_blocks))
+        self.page_bytes = geometry.page_bytes
+        self.bytes_per_block = geometry.page_bytes // geometry.blocks_per_page
+        """Of a page's memory, over all buffers."""
 
     def begin_step(self) -> None:
         """A step of the scheduler begins."""
@@ -96,6 +102,17 @@ class BlockLedger:
         """Take this very block, which must be free."""
         self.pool.claim([block.block_id])
         self.free -= 1
+
+    def held_by_page(self) -> list[int]:
+        """Blocks that each page holds."""
+        return [held for held, _ in self.pool.get_page_occupancy(self._pages)]
+
+    def page_of(self, block: Any) -> int:
+        return int(block.block_id) // self._ids_per_page
+
+    def blocks_in(self, page: int) -> Sequence[Any]:
+        """All blocks of a page."""
+        return self._items[page * self._per_page : (page + 1) * self._per_page]
 
     def give(self, blocks: Sequence[Any]) -> None:
         """These blocks hold nothing any more."""
@@ -172,6 +189,52 @@ def _elastic_classes() -> tuple[Any, Any]:
         is_elastic = True
         ledger: BlockLedger
         demand: tuple[int, int] | None
+        most_cached: int | None
+        """Blocks that may be cached at the end of a step."""
+
+        @property
+        def cached_bytes(self) -> int:
+            return int(self.free_block_queue.num_free_blocks) * self.ledger.bytes_per_block
+
+        def evict(self, nbytes: int) -> int:
+            """Evict cached blocks so that pages empty, the least recently used first, until these are of `nbytes` or no other page can
+            be emptied. Returns the bytes of the pages.
+
+            The scheduler must be at rest: in the middle of a step it may have found blocks that it has not touched yet.
+            """
+            pages = list(islice(self._pages_of_cached_blocks(), max(0, -(-nbytes // self.ledger.page_bytes))))
+            self._evict([block for page in pages for block in self._cached_in(page)])
+            return len(pages) * self.ledger.page_bytes
+
+        def keep_to_cap(self) -> None:
+            """Evict what is above the cap: whole pages as long as there are such, then the oldest blocks. At rest, as `evict`."""
+            queue, cap = self.free_block_queue, self.most_cached
+            if cap is None or queue.num_free_blocks <= cap:
+                return
+            excess = queue.num_free_blocks - cap
+            going: list[Any] = []
+            pages = self._pages_of_cached_blocks()
+            while len(going) < excess and (page := next(pages, None)) is not None:
+                going += self._cached_in(page)
+            if len(going) < excess:
+                ids = {block.block_id for block in going}
+                others = (block for block in queue.iter_blocks_after(None) if block.block_id not in ids)
+                going += islice(others, excess - len(going))
+            self._evict(going)
+
+        def _pages_of_cached_blocks(self) -> Iterator[int]:
+            oldest_first = self.free_block_queue.iter_blocks_after(None)
+            return choose_pages(map(self.ledger.page_of, oldest_first), self.ledger.held_by_page())
+
+        def _cached_in(self, page: int) -> list[Any]:
+            return [block for block in self.ledger.blocks_in(page) if block.next_free_block is not None]
+
+        def _evict(self, blocks: list[Any]) -> None:
+            """By vLLM's own method, and with one call of the core."""
+            for block in blocks:
+                self.free_block_queue.remove(block)
+                self._maybe_evict_cached_block(block)
+            self.ledger.give(blocks)
 
         def get_num_free_blocks(self) -> int:
             """Right after a check has counted what it needs: no more than memory can be had for."""
@@ -236,6 +299,7 @@ def overlay_block_pool(block_pool: Any, pool: _core.Pool) -> None:
     queue_class, pool_class = _elastic_classes()
     queue.__class__, queue.ledger, queue.num_free_blocks = queue_class, ledger, 0
     block_pool.__class__, block_pool.ledger, block_pool.demand = pool_class, ledger, None
+    block_pool.most_cached = None
     block_pool.blocks = ledger.blocks
 
 
@@ -247,7 +311,12 @@ def adopt_block_pool(original: Any) -> Any:
         original(self, vllm_config, kv_cache_config, *args, **kwargs)
         memory = EngineMemory.of(vllm_config.cache_config)
         if memory is not None:
-            overlay_block_pool(self.kv_cache_manager.block_pool, memory.open_pool())
+            block_pool, pool = self.kv_cache_manager.block_pool, memory.open_pool()
+            overlay_block_pool(block_pool, pool)
+            tokens = memory.launch.settings.max_cached_tokens
+            if tokens is not None:
+                block_pool.most_cached = tokens // pool.geometry.tokens_per_block
+            memory.adopt_cache(block_pool, lambda: not self.has_unfinished_requests())
 
     return __init__
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvcached.integration.memory import EngineMemory
 
-__all__ = ["begin_step", "end_step"]
+__all__ = ["begin_step", "end_step", "undisturbed"]
 
 _EPOCH = "_kvcached_epoch"
 STARVED_SLEEP_S = 0.001
@@ -34,10 +34,11 @@ def begin_step(original: Any) -> Any:
         if memory is None or memory.pool is None:
             return original(self, *args, **kwargs)
         ledger = self.kv_cache_manager.block_pool.ledger
-        epoch = memory.begin_epoch()
-        ledger.begin_step()
-        output = original(self, *args, **kwargs)
-        setattr(output, _EPOCH, epoch)
+        with memory.at_rest:
+            epoch = memory.begin_epoch()
+            ledger.begin_step()
+            output = original(self, *args, **kwargs)
+            setattr(output, _EPOCH, epoch)
         if ledger.refused and not output.total_num_scheduled_tokens:
             # Every request waits for memory that others hold: ask again soon, not at once, for each
             # question is a driver call that they have to wait for.
@@ -52,17 +53,40 @@ def end_step(original: Any) -> Any:
 
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        result = original(self, scheduler_output, model_runner_output)
         memory = EngineMemory.of(self.cache_config)
-        epoch = getattr(scheduler_output, _EPOCH, None)
-        if memory is None or memory.pool is None or epoch is None:
-            return result
-        if epoch < memory.latest_epoch and not self.has_unfinished_requests():
-            # The batch queued behind this one is the last for now, and whoever drives the engine may never
-            # ask for its output: what it reads would stay mapped while the engine idles.
-            memory.synchronise()
-            epoch = memory.latest_epoch
-        memory.release_through(epoch)
+        if memory is None:
+            return original(self, scheduler_output, model_runner_output)
+        with memory.at_rest:
+            result = original(self, scheduler_output, model_runner_output)
+            epoch = getattr(scheduler_output, _EPOCH, None)
+            if memory.pool is not None and epoch is not None:
+                self.kv_cache_manager.block_pool.keep_to_cap()
+                _end_epoch(self, memory, epoch)
         return result
 
     return update_from_output
+
+
+def _end_epoch(scheduler: Any, memory: EngineMemory, epoch: int) -> None:
+    if epoch < memory.latest_epoch and not scheduler.has_unfinished_requests():
+        # The batch queued behind this one is the last for now, and whoever drives the engine may never
+        # ask for its output: what it reads would stay mapped while the engine idles.
+        memory.synchronise()
+        epoch = memory.latest_epoch
+    memory.release_through(epoch)
+
+
+def undisturbed(original: Any) -> Any:
+    """Replacement of any other method of `Scheduler` that reaches the block pool: no other thread takes blocks meanwhile."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        memory = EngineMemory.of(self.cache_config)
+        if memory is None or memory.pool is None:
+            return original(self, *args, **kwargs)
+        with memory.at_rest:
+            result = original(self, *args, **kwargs)
+            self.kv_cache_manager.block_pool.keep_to_cap()
+        return result
+
+    return method

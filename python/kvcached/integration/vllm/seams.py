@@ -133,6 +133,23 @@ def _scheduler(versions: Versions) -> list[Seam]:
             versions,
             "the batch's GPU work has ended, and with it its epoch",
         ),
+        *(
+            Seam(
+                f"{scheduler}.{method}",
+                release.undisturbed,
+                parameters,
+                versions,
+                "touches blocks: no other thread takes any meanwhile",
+            )
+            for method, parameters in (
+                ("finish_requests", ("self", "request_ids", "finished_status")),
+                ("reset_prefix_cache", ("self", "reset_running_requests", "reset_connector")),
+                (
+                    "make_stats",
+                    ("self", "spec_decoding_stats", "kv_connector_stats", "cudagraph_stats", "perf_stats"),
+                ),
+            )
+        ),
         Seam(
             f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate",
             block_pool.note_demand,
@@ -157,11 +174,13 @@ def _relied_on(versions: Versions) -> list[Seam]:
         f"{queue}.append_n": ("self", "blocks"),
         f"{queue}.prepend_n": ("self", "blocks"),
         f"{queue}.get_all_free_blocks": ("self",),
+        f"{queue}.iter_blocks_after": ("self", "cursor"),
         f"{pool}.get_num_free_blocks": ("self",),
         f"{pool}.get_new_blocks": ("self", "num_blocks"),
         f"{pool}.free_blocks": ("self", "ordered_blocks"),
         f"{pool}.touch": ("self", "blocks"),
         f"{pool}.reset_prefix_cache": ("self",),
+        f"{pool}._maybe_evict_cached_block": ("self", "block"),
         f"{pool}._remove_cached_block_hashes": ("self", "block"),
         f"{pool}._insert_block_hash": ("self", "block_hash_with_group_id", "block", "num_tokens"),
     }
