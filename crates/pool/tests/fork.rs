@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use fake::share::Part;
 use fake::{Fake, PAGE_BYTES, config};
-use kvcached_pool::{Budgeted, Mapper, Meter, Pool, PoolError, Usage};
+use kvcached_control::{InstanceRecord, Terms};
+use kvcached_pool::{Budgeted, CachePolicy, Mapper, Meter, NoMeter, Pool, PoolError, Shares, Steward, Usage};
 
 /// Holds up whoever tells it that memory is used while `gate` is locked: under the pool's lock.
 struct Slow {
@@ -33,6 +34,11 @@ fn a_fork_is_refused_before_the_lock() {
     let share = Part::alone(9 * PAGE_BYTES);
     let charged = Budgeted::new(Arc::new(Fake::default()), share.clone());
     charged.map(&[0]).unwrap();
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("records");
+    let record = Arc::new(InstanceRecord::create(&dir, "a", "test", "cpu", Terms::default()).unwrap());
+    let shares = Arc::new(Shares::new(record.clone(), vec![]));
+    let steward = Steward::new(record.clone(), shares, CachePolicy::default()).unwrap();
     let held = slow.gate.lock().unwrap();
     let allocating = std::thread::spawn({
         let pool = Arc::clone(&pool);
@@ -98,7 +104,14 @@ fn a_fork_is_refused_before_the_lock() {
     drop(charged);
     assert_eq!(share.granted(), PAGE_BYTES, "what is charged is its parent's");
 
+    assert!(matches!(steward.watch(&pool_of_fork()), Err(PoolError::Forked { .. })));
+    drop(steward);
+    assert_eq!(Arc::strong_count(&record), 3, "nor is its parent's steward ended: it is not there");
+
     // What a fork makes itself is its own.
-    let own = Pool::new(config(12), Arc::new(Fake::default()), Arc::new(kvcached_pool::NoMeter)).unwrap();
-    assert_eq!(own.alloc(2).unwrap(), Some(vec![0, 1]));
+    assert_eq!(pool_of_fork().alloc(2).unwrap(), Some(vec![0, 1]));
+}
+
+fn pool_of_fork() -> Arc<Pool> {
+    Arc::new(Pool::new(config(12), Arc::new(Fake::default()), Arc::new(NoMeter)).unwrap())
 }

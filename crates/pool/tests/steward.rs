@@ -109,7 +109,7 @@ fn within(time: Duration, what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 fn limit(pages: u64) -> Change {
-    Change { limit: Some(Some(pages * PAGE_BYTES)), ..Change::default() }
+    Change { limit_bytes: Some(Some(pages * PAGE_BYTES)), ..Change::default() }
 }
 
 fn answer(dir: &Path, name: &str, change: Change) -> Answered {
@@ -140,6 +140,43 @@ fn who_waits_gets_the_reserve_of_others_and_then_their_cached_prefixes() {
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!((cache.len(), a.mapped_pages()), (4, 6));
     assert_eq!(a.shares.granted() + b.shares.granted(), BUDGET);
+}
+
+#[test]
+fn engines_at_work_never_have_more_than_the_budget_and_leave_nothing() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("records");
+    let engines = ["a", "b", "c"].map(|name| Engine::begin(&dir, name, Terms::default(), NEVER, 2));
+    std::thread::scope(|scope| {
+        let workers = engines.each_ref().map(|engine| {
+            scope.spawn(|| {
+                let mut held: Vec<u32> = vec![];
+                for round in 0..200 {
+                    held.extend(engine.pool.alloc(1 + round % 11).unwrap().unwrap_or_default());
+                    if round % 4 == 0 {
+                        let ids = held.split_off(held.len() / 3);
+                        engine.pool.free(&ids).unwrap();
+                    }
+                }
+                engine.pool.free(&held).unwrap();
+            })
+        });
+        while !workers.iter().all(|worker| worker.is_finished()) {
+            let mapped: u64 = engines.iter().map(Engine::mapped_pages).sum();
+            assert!(mapped * PAGE_BYTES <= BUDGET, "{mapped} pages");
+        }
+    });
+    for engine in &engines {
+        engine.pool.shutdown().unwrap();
+        assert_eq!(engine.shares.granted(), 0);
+        assert_eq!(engine.fake.inner().violations, [""; 0]);
+    }
+    drop(engines);
+    assert_eq!(std::fs::read_dir(&dir).unwrap().flatten().filter(|file| is_budget(&file.path())).count(), 0);
+}
+
+fn is_budget(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end == "kvb")
 }
 
 #[test]
@@ -185,7 +222,7 @@ fn a_limit_is_applied_at_once_where_it_is_met() {
     assert_eq!((standing.limit_bytes, standing.revision), (3 * PAGE_BYTES, answer.revision));
     assert_eq!((a.pool.alloc(13).unwrap(), a.record.terms().limit_bytes), (None, Some(3 * PAGE_BYTES)));
     assert_eq!(a.pool.alloc(12).unwrap().unwrap().len(), 12);
-    let change = Change { limit: Some(None), ..Change::default() };
+    let change = Change { limit_bytes: Some(None), ..Change::default() };
     assert_eq!(self::answer(&dir, "a", change).outcome, Outcome::Applied);
     assert_eq!(a.pool.limit().unwrap().limit_bytes, 20 * PAGE_BYTES, "all that it reserved");
 }
@@ -214,13 +251,13 @@ fn terms_that_cannot_be_met_are_rejected_and_change_nothing() {
     let dir = home.path().join("records");
     let a = Engine::plain(&dir, "a");
     answer(&dir, "a", limit(9));
-    let impossible = Change { min: Some(BUDGET + 1), limit: Some(None), ..Change::default() };
+    let impossible = Change { min_bytes: Some(BUDGET + 1), limit_bytes: Some(None), ..Change::default() };
     assert_eq!(answer(&dir, "a", impossible).outcome, Outcome::Rejected);
     a.fake.fail_at(0, Fault::Lost);
     assert!(a.pool.alloc(4).is_err());
     a.fake.heal();
-    let guaranteed = Change { min: Some(PAGE_BYTES / 2), limit: Some(Some(PAGE_BYTES / 2)), revision: None };
-    assert_eq!(answer(&dir, "a", guaranteed).outcome, Outcome::Rejected, "more is lost");
+    let too_little = Change { limit_bytes: Some(Some(PAGE_BYTES / 2)), ..Change::default() };
+    assert_eq!(answer(&dir, "a", too_little).outcome, Outcome::Rejected, "more is lost");
     let terms = a.record.terms();
     assert_eq!((terms.limit_bytes, terms.min_bytes), (Some(9 * PAGE_BYTES), 0));
     assert_eq!(a.pool.limit().unwrap().limit_bytes, 9 * PAGE_BYTES);

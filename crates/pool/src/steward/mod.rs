@@ -291,9 +291,7 @@ fn unmet_bytes(pools: &[Arc<Pool>], terms: &Terms) -> u64 {
 /// Has these terms hold in the shares and all pools, or in none.
 fn enforce(shares: &Shares, pools: &[Arc<Pool>], asked: &Asked, standing: &Terms) -> Result<(), Cause> {
     let Asked { revision, terms } = asked;
-    if terms.limit_bytes.is_some_and(|limit| limit < terms.min_bytes) {
-        return Err("the limit is less than the minimum".into());
-    }
+    terms.check()?;
     shares.set_min(terms.min_bytes)?;
     for (place, pool) in pools.iter().enumerate() {
         if let Err(reason) = limit_pool(pool, terms.limit_bytes, *revision) {
