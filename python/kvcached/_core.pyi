@@ -16,6 +16,7 @@ __version__: str
 _Ids: TypeAlias = Iterable[SupportsIndex] | _ReadableBuffer
 
 _LimitState: TypeAlias = Literal["applied", "deferred", "rejected", "stale", "conflict"]
+_Outcome: TypeAlias = Literal["applied", "deferred", "rejected", "stale", "conflict", "unanswered"]
 
 class KVCachedError(RuntimeError): ...
 class KVCachedConfigError(KVCachedError, ValueError): ...
@@ -329,6 +330,8 @@ class Pool:
     `geometry`, `num_blocks`: where the pool's blocks differ from those the `FTensor` was made for (see `Geometry.with_block`); needed
     over `Ranks`.
     `reserve_null_block`: id 0 is taken and backed for good. `async_sched`: emptied pages stay mapped until `release_through`.
+    `record`: shows the pool to others. Where that shares devices (`InstanceRecord.share`) and the pool is `charged`, its memory counts
+    there: what is refused reads as memory that is short.
     A thread of the pool's own backs pages ahead of allocations and gives memory back behind whoever freed it: see `quiesce`.
     Dropping the last reference shuts it down.
     In a fork of the process, which has none of the memory, calls raise `DriverError`.
@@ -347,6 +350,7 @@ class Pool:
         highest_pages_first: bool = False,
         record: InstanceRecord | None = None,
         pool_name: str | None = None,
+        charged: bool = True,
     ) -> Self: ...
     @property
     def memory(self) -> FTensor | Ranks: ...
@@ -452,14 +456,49 @@ class Pool:
 
 @final
 class InstanceRecord:
-    """This process as others see it: one mapped file, mode 0600, removed at the end. Raises `KVCachedConfigError` for a bad or a taken name."""
+    """This process as others see it: one mapped file, mode 0600, removed at the end. Raises `KVCachedConfigError` for a bad or a taken
+    name, and for a limit below the minimum.
 
-    def __init__(self, name: str, engine: str, device: str) -> None: ...
+    `limit_bytes`: the most that it may have of each of its devices, None for no limit. `min_bytes`: guaranteed to it. Others may
+    change both (`ask`).
+    """
+
+    def __init__(
+        self, name: str, engine: str, device: str, *, limit_bytes: int | None = None, min_bytes: int = 0
+    ) -> None: ...
+    def terms(self) -> tuple[int | None, int]:
+        """Limit and minimum in force, bytes."""
+    def share(
+        self,
+        devices: Sequence[tuple[str, int]],
+        *,
+        budget_bytes: int | None = None,
+        free_watermark_bytes: int = 0,
+        cache_idle_s: float = 0.0,
+    ) -> None:
+        """Take part in the budgets of these devices, once: (`identity`, all that it has in bytes) of each rank, what a rank holds being
+        charged on all of them. From now on a thread gives memory back to other instances that wait for it, and puts in force what
+        `ask` asks for; pools that are made with this record and `charged` are its to look after.
+
+        `budget_bytes`: what all instances may have of each device together; None: what stands, or the whole device.
+        `free_watermark_bytes`, `cache_idle_s`: cached prefixes go back when less of the device is free, and after so many seconds without
+        an allocation; 0: never.
+
+        Raises `KVCachedConfigError` where others live by another budget, where the minimum does not fit beside theirs, and for a second
+        call.
+        """
+    @property
+    def shared_devices(self) -> list[str] | None: ...
+    def set_cached(self, give: Callable[[int], int], nbytes: Callable[[], int]) -> None:
+        """How cached prefixes go: `give(bytes)` has pages of that many bytes empty and returns how many did, `nbytes()` says how
+        many there may be. Called by a thread of this record's own; what they raise is logged.
+        """
     @property
     def name(self) -> str: ...
     @property
     def path(self) -> str: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the thread, leave the budgets, remove the file. Idempotent."""
 
 def backend_available(backend: str) -> str | None:
     """None where backend "cuda", "hip" or "host" can be used, else why it cannot."""
@@ -475,6 +514,24 @@ def mem_info(device: str) -> tuple[int, int]:
 
 def live_ranges() -> int:
     """Ranges of addresses that this process has reserved and not freed."""
+
+def instances() -> list[dict[str, Any]]:
+    """All live instances of this user: the fields of `kvcached.control.Instance`."""
+
+def budgets() -> list[dict[str, Any]]:
+    """All devices that instances share: the fields of `kvcached.control.Budget`."""
+
+def ask(
+    name: str,
+    *,
+    limit: tuple[int | None] | None = None,
+    min_bytes: int | None = None,
+    revision: int | None = None,
+    wait_s: float = 5.0,
+) -> tuple[_Outcome, int, int | None, int]:
+    """Ask an instance for another limit, in a tuple, or minimum; what is None stays. Returns the fields of `kvcached.control.Answer`.
+    Raises `KVCachedConfigError` for an instance that is not there and terms that contradict.
+    """
 
 def kvctl(args: Sequence[str]) -> int:
     """Run `kvctl`; returns its exit code."""

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, SupportsIndex
 from kvcached import _core, vmm_ops
 from kvcached.config import Settings
 from kvcached.errors import KVCachedConfigError, QuarantinedResizeError
-from kvcached.instance import process_record
+from kvcached.instance import hardware, process_record, shares
 
 __all__ = ["KVCacheManager", "MemoryLimit"]
 
@@ -103,6 +103,8 @@ class KVCacheManager(_core.Pool):
             raise KVCachedConfigError(
                 f"group {group_id} has {ftensor.geometry.num_buffers} buffers, not {num_layers} layers x {num_kv_buffers}"
             )
+        on = [hardware(ftensor.device)]
+        record = process_record("kvcached", ftensor.device, on)
         made = super().__new__(
             cls,
             ftensor,
@@ -110,7 +112,8 @@ class KVCacheManager(_core.Pool):
             num_blocks=num_blocks,
             reserve_null_block=reserve_null_block,
             async_sched=async_sched,
-            record=process_record("kvcached", ftensor.device),
+            record=record,
+            charged=shares(record, on),
             pool_name=pool_name or f"group {group_id}",
             **Settings.from_env().pool_options,
         )

@@ -93,7 +93,7 @@ class TestWarmUp:
         assert runner.kv_cache_config.num_blocks == rank.ftensor.id_space
 
     def test_pages_of_a_pool_are_not_taken_from_it(self, memory, runner, monkeypatch):
-        monkeypatch.setattr("kvcached.integration.memory.process_record", lambda engine, device: None)
+        monkeypatch.setattr("kvcached.integration.memory.process_record", lambda engine, device, on: None)
         pool = memory.open_pool()
         held = pool.alloc(40)
         mapped = settled_pages(pool)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import pathlib
 import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvcached import _core
+from kvcached import _core, instance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,3 +32,11 @@ def own_sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
         sockets = pathlib.Path(folder) / "kvcached"
         yield sockets
         assert list(sockets.glob("*")) == []
+
+
+@pytest.fixture
+def alone() -> None:
+    """This process shares no device meanwhile: its record, which exists if something was made here before, is closed."""
+    record = instance._records.pop(os.getpid(), None)
+    if record is not None:
+        record.close()

@@ -297,9 +297,9 @@ def test_the_exit_of_a_forked_interpreter_changes_nothing_in_its_parent(end):
     code = (
         "import atexit, gc, os, sys; import numpy as np\n"
         "from kvcached import _core\n"
-        "from kvcached.instance import process_record\n"
+        "from kvcached.instance import hardware, process_record\n"
         f"g = _core.Geometry.solve(4, 4096, {GRANULARITY}, page_bytes=65536)\n"
-        "t = _core.FTensor('cpu', g, 50, cache_bytes=1 << 20); r = process_record('test 1', 'cpu')\n"
+        "t = _core.FTensor('cpu', g, 50, cache_bytes=1 << 20); r = process_record('test 1', 'cpu', [hardware('cpu')])\n"
         "p = _core.Pool(t, record=r, max_reserved_bytes=0); b = t.buffers()[0]; v = np.from_dlpack(b)\n"
         "ids = p.alloc(4); v[:16384] = 5; before = p.stats()\n"
         "if os.fork() == 0:\n"

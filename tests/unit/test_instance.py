@@ -9,9 +9,9 @@ import sys
 CODE = """
 import os, sys
 from kvcached import _core
-from kvcached.instance import process_record
-record = process_record("test 1.0", "cpu")
-assert process_record("test 1.0", "cpu") is record
+from kvcached.instance import hardware, process_record
+record = process_record("test 1.0", "cpu", [hardware("cpu")])
+assert process_record("test 1.0", "cpu", [hardware("cpu")]) is record
 assert os.stat(record.path).st_mode & 0o777 == 0o600
 print(record.path, flush=True)
 sys.stdin.read()

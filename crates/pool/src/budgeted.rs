@@ -117,8 +117,8 @@ impl Budgeted {
         charge.account().pages.extend(&taken);
         let outcome = if waits { self.inner.map(pages) } else { self.inner.map_ahead(pages) };
         match &outcome {
-            Ok(new) => {
-                charge.settle(&without(taken, &[new]));
+            Ok(_) => {
+                charge.settle(&[]); // also pages that somebody else had backed before: this pool unmaps them
                 charge.got(bytes);
             }
             Err(MapFailure::Quarantined { pages: lost, .. }) => charge.settle(&without(taken, &[lost])),

@@ -21,7 +21,7 @@ use crate::tensor::FTensor;
 #[pyclass(frozen, subclass, module = "kvcached._core")]
 pub struct Pool {
     /// Dropped without the GIL.
-    inner: ManuallyDrop<Inner>,
+    inner: ManuallyDrop<Arc<Inner>>,
     memory: Py<PyAny>,
     geometry: Geometry,
     num_blocks: u32,
@@ -146,7 +146,7 @@ impl Pool {
     #[pyo3(signature = (
         memory, *, geometry = None, num_blocks = None, reserve_null_block = false, async_sched = false,
         min_reserved_bytes = 0, max_reserved_bytes = 48 << 20, highest_pages_first = false, record = None,
-        pool_name = None,
+        pool_name = None, charged = true,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python constructor")]
     fn new(
@@ -161,6 +161,7 @@ impl Pool {
         highest_pages_first: bool,
         record: Option<&InstanceRecord>,
         pool_name: Option<&str>,
+        charged: bool,
     ) -> PyResult<Self> {
         let geometry = geometry.map(|geometry| geometry.inner);
         let Measured { mapper, geometry, num_blocks } = if let Ok(ftensor) = memory.cast::<FTensor>() {
@@ -195,7 +196,15 @@ impl Pool {
                 Arc::new(record.inner.pool_row(pool_name.unwrap_or("pool")).map_err(|e| e.raise(py))?)
             }
         };
-        let inner = py.detach(|| Inner::new(config, mapper, meter)).map_err(|e| e.raise(py))?;
+        let make = || {
+            let Some(record) = record.filter(|_| charged) else {
+                return Ok(Arc::new(Inner::new(config, mapper, meter)?));
+            };
+            let pool = Arc::new(Inner::new(config, record.charged(mapper), meter)?);
+            record.look_after(&pool)?;
+            Ok(pool)
+        };
+        let inner = py.detach(make).map_err(|e: PoolError| e.raise(py))?;
         Ok(Pool {
             inner: ManuallyDrop::new(inner),
             memory: memory.clone().unbind(),

@@ -70,7 +70,7 @@ def kernels(name: str, version: str) -> Iterator[Finding]:
             "note",
             f"{name} attention",
             f"nothing is known of the backends of {version}: dense ids over zeros, which costs memory",
-            f"python -m kvcached.verify_kernels {name}",
+            f"python -m kvcached.verify_kernels --engine {name}",
         )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcached import _core
 from kvcached.errors import KVCachedError
-from kvcached.instance import process_record
+from kvcached.instance import process_record, shares
 from kvcached.integration.attached import Attached
 from kvcached.integration.kernels import weakest
 from kvcached.integration.plan import Plan, devices_shown
@@ -24,6 +24,7 @@ from kvcached.integration.remote import RemoteRanks
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvcached.instance import Hardware
     from kvcached.integration.launch import Launch
     from kvcached.integration.plan import Agreement, Survey
     from kvcached.integration.rank import RankMemory
@@ -36,6 +37,9 @@ EVICTED_AT_ONCE_BYTES = 256 << 20
 """An engine that wants to go on waits for no more: vLLM evicts some 500 blocks a millisecond."""
 LET_PASS_S = 0.0005
 """Between two of them, so that an engine that waits is next: a lock is not handed over, and whoever releases it would have it again."""
+
+GIVE_TIMEOUT_S = 1.0
+"""How long who waits for memory waits for an engine's scheduler to return."""
 
 _engine_numbers = itertools.count()  # in one process, whose record has a row for each pool
 _live: weakref.WeakSet[EngineMemory] = weakref.WeakSet()
@@ -73,6 +77,7 @@ class EngineMemory(Attached):
         self.plan: Plan | None = None
         self.devices = ""
         """Of all ranks, as others see them."""
+        self._hardware: list[Hardware] = []
         self.pool: _core.Pool | None = None
         self.latest_epoch = 0
         """What `begin_epoch` returned last."""
@@ -105,10 +110,12 @@ class EngineMemory(Attached):
 
         Raises:
             GeometryError: no page fits, or ids would pass 2^31.
-            KVCachedConfigError: the name of this instance is taken.
+            KVCachedConfigError: the name of this instance is taken, or its minimum or its budget does not fit those of others.
         """
         devices = devices_shown([survey.device for survey in surveys])
-        process_record(self.launch.name, devices)  # a taken name is refused before anything is allocated
+        self._hardware = [survey.hardware for survey in surveys]
+        # A taken name, and a minimum that does not fit, are refused before anything is allocated.
+        process_record(self.launch.name, devices, self._hardware)
         ground = weakest([survey.ground for survey in surveys])
         plan = Plan(
             agreement,
@@ -137,16 +144,19 @@ class EngineMemory(Attached):
         """The pool over the ranks' memory; from now on it alone maps and unmaps pages."""
         if self.plan is None:
             raise _core.StateConsistencyError("the KV cache of this engine is not agreed")
+        record = process_record(self.launch.name, self.devices, self._hardware)
         self.pool = _core.Pool(
             self.ranks.open(),
             geometry=self.plan.geometry(),
             num_blocks=self.plan.agreement.num_blocks,
             reserve_null_block=True,
             async_sched=True,
-            record=process_record(self.launch.name, self.devices),
+            record=record,
+            charged=shares(record, self._hardware),
             pool_name=f"engine {next(_engine_numbers)}",
             **self.launch.settings.pool_options,
         )
+        record.set_cached(_give_cached, _cached_bytes)
         return self.pool
 
     def begin_epoch(self) -> int:
@@ -249,3 +259,17 @@ class EngineMemory(Attached):
         )
         _live.discard(self)
         self.ranks.close(pool)
+
+
+def _give_cached(nbytes: int) -> int:
+    """Of all engines of this process; called by the thread that looks after them."""
+    given = 0
+    for memory in EngineMemory.live():
+        if given >= nbytes:
+            break
+        given += memory.give_cached(nbytes - given, GIVE_TIMEOUT_S)
+    return given
+
+
+def _cached_bytes() -> int:
+    return sum(memory.cached_bytes for memory in EngineMemory.live())

@@ -10,6 +10,7 @@ from kvcached import _core
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvcached.instance import Hardware
     from kvcached.integration.kernels import Ground
 
 __all__ = ["Agreement", "Plan", "Survey", "devices_shown"]
@@ -40,11 +41,13 @@ class Survey:
         device: "cuda:N" or "cpu".
         granularity: smallest physical allocation there, bytes.
         ground: what the rank's attention kernels were shown to bear there.
+        hardware: which device that is, whatever process looks at it.
     """
 
     device: str
     granularity: int
     ground: Ground
+    hardware: Hardware
 
 
 @dataclass(frozen=True)

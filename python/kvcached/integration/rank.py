@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvcached import _core
+from kvcached.instance import hardware
 from kvcached.integration.attached import Attached
 from kvcached.integration.kernels import Kernels, choose
 from kvcached.integration.plan import Survey
@@ -61,7 +62,8 @@ class RankMemory(Attached):
             device: where it lies, "cuda:N" or "cpu".
         """
         kernels = Kernels(self.launch.engine, self.launch.version, self._backends)
-        return Survey(device, _core.granularity(device), choose(self.launch.settings, kernels, device))
+        ground = choose(self.launch.settings, kernels, device)
+        return Survey(device, _core.granularity(device), ground, hardware(device))
 
     # ------------------------------------------------------------ refusal
 
