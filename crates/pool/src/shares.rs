@@ -22,7 +22,7 @@ pub struct Shares {
     shortages: Mutex<Shortages>,
     /// The steward sleeps until it is rung: it does not look by itself.
     asleep: AtomicBool,
-    /// The room that there was when somebody was last refused, or the steward last looked.
+    /// The least room that there was when somebody was refused, since the steward last looked.
     room_before: AtomicU64,
 }
 
@@ -168,7 +168,7 @@ impl Share for Shares {
         self.tell(&mut shortages);
         drop(shortages);
         if bytes > 0 {
-            self.room_before.store(self.room(), Ordering::SeqCst);
+            self.room_before.fetch_min(self.room(), Ordering::SeqCst);
             self.rouse();
         }
     }

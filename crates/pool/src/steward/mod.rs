@@ -87,9 +87,11 @@ impl Steward {
     pub fn watch(&self, pool: &Arc<Pool>) -> Result<(), PoolError> {
         self.owner.check()?;
         lock(&self.house.pools).push(Arc::downgrade(pool));
-        let limit = self.house.record.terms().limit_bytes;
-        if let Some(bytes) = limit {
-            pool.set_limit(bytes, None)?;
+        // Terms that come into force meanwhile are put to this pool by the thread, or found here.
+        let mut limited = None;
+        while limited != self.house.record.terms().limit_bytes {
+            limited = self.house.record.terms().limit_bytes;
+            pool.set_limit(limited.unwrap_or(u64::MAX), None)?;
         }
         self.house.record.ring();
         Ok(())
@@ -187,7 +189,7 @@ impl Rounds {
 
     fn carry_out(&mut self, action: Action, pools: &[Arc<Pool>]) {
         match action {
-            Action::Apply => self.apply(pools),
+            Action::Apply => self.apply(),
             Action::Confirm => {
                 if let Some(asked) = self.deferred.take() {
                     self.house.record.answer(&asked, Outcome::Applied);
@@ -209,21 +211,23 @@ impl Rounds {
     }
 
     /// Puts terms in force that were asked for, all of them or none, and answers.
-    fn apply(&mut self, pools: &[Arc<Pool>]) {
+    fn apply(&mut self) {
         let House { record, shares, .. } = &*self.house;
         let Some(asked) = record.asked() else { return };
-        let standing = record.terms();
-        let outcome = match enforce(shares, pools, &asked, &standing) {
-            Ok(()) if unmet_bytes(pools, &asked.terms) == 0 => Outcome::Applied,
-            Ok(()) => Outcome::Deferred,
-            Err(reason) => {
-                tracing::warn!(%reason, terms = ?asked.terms, "terms that were asked for are rejected");
-                record.answer(&asked, Outcome::Rejected);
-                return;
+        let pools = self.house.pools();
+        if let Err(reason) = enforce(shares, &pools, &asked, &record.terms()) {
+            tracing::warn!(reason, terms = ?asked.terms, "terms that were asked for are rejected");
+            return record.answer(&asked, Outcome::Rejected);
+        }
+        let met = unmet_bytes(&pools, &asked.terms) == 0;
+        record.answer(&asked, if met { Outcome::Applied } else { Outcome::Deferred });
+        self.deferred = (!met).then_some(asked);
+        let is_new = |pool: &&Arc<Pool>| !pools.iter().any(|known| Arc::ptr_eq(known, pool));
+        for pool in self.house.pools().iter().filter(is_new) {
+            if let Err(reason) = limit_pool(pool, asked.terms.limit_bytes, asked.revision) {
+                tracing::warn!(reason, "a pool that came just now is not limited");
             }
-        };
-        record.answer(&asked, outcome);
-        self.deferred = (outcome == Outcome::Deferred).then_some(asked);
+        }
     }
 }
 
