@@ -1,10 +1,15 @@
-"""Console script `kvctl`: the same code as the binary of crates/kvctl."""
+"""Console scripts `kvctl` and `kvtop`: the same code as the binary of crates/kvctl."""
 
+import signal
 import sys
+from pathlib import PurePath
 
 from kvcached import _core
 
 
 def main() -> int:
-    """Run `kvctl` with this process's arguments; returns its exit code."""
-    return _core.kvctl(sys.argv[1:])
+    """Run `kvctl` with this process's arguments, `kvctl top` where it is called kvtop; returns its exit code."""
+    # Python's handler only makes a note for Python code, of which none runs until `kvctl` has ended.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    is_kvtop = PurePath(sys.argv[0]).name == "kvtop"
+    return _core.kvctl([*(["top"] if is_kvtop else []), *sys.argv[1:]])

@@ -2,9 +2,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::ffi::OsString;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 use kvcached_control::{InstanceRecord, Terms};
 use kvcached_kvctl::run;
@@ -36,7 +38,10 @@ fn screen(text: &str) -> (i32, String, String) {
 fn nobody_is_there() {
     let Home { dir, .. } = &home();
     assert_eq!(kvctl(dir, &["list"]), screen("no instances\n"));
-    assert_eq!(kvctl(dir, &["list", "--json"]), screen("{\n  \"instances\": [],\n  \"unreadable\": []\n}\n"));
+    assert_eq!(
+        kvctl(dir, &["list", "--json"]),
+        screen("{\n  \"instances\": [],\n  \"budgets\": [],\n  \"unreadable\": []\n}\n")
+    );
 }
 
 #[test]
@@ -54,9 +59,9 @@ fn two_instances_in_a_table() {
         kvctl(dir, &["list"]),
         screen(&format!(
             "\
-NAME      ENGINE       {:>width$}  DEVICE      USED   RESERVED    VIRTUAL
-llama-8b  vllm 0.29.0  {pid:>width$}  cuda:0  2.00 GiB  64.00 MiB  81.00 GiB
-tiny      vllm 0.9.2   {pid:>width$}  cpu          0 B        0 B        0 B
+NAME      ENGINE       {:>width$}  DEVICE      USED   RESERVED    VIRTUAL  LIMIT  MIN
+llama-8b  vllm 0.29.0  {pid:>width$}  cuda:0  2.00 GiB  64.00 MiB  81.00 GiB   none  0 B
+tiny      vllm 0.9.2   {pid:>width$}  cpu          0 B        0 B        0 B   none  0 B
 ",
             "PID"
         ))
@@ -89,6 +94,12 @@ fn an_instance_as_json() {
       "reserved_bytes": 20,
       "virtual_bytes": 1000,
       "quarantined_bytes": 3,
+      "limit_bytes": null,
+      "min_bytes": 0,
+      "terms_revision": 0,
+      "outcome": "applied",
+      "cached_bytes": 0,
+      "shortage_bytes": 0,
       "pools": [
         {{
           "name": "group 0",
@@ -100,12 +111,136 @@ fn an_instance_as_json() {
       ]
     }}
   ],
+  "budgets": [],
   "unreadable": []
 }}
 "#,
             std::process::id()
         )
     );
+}
+
+#[test]
+fn a_watch_prints_what_has_changed() {
+    let Home { dir, .. } = &home();
+    assert_eq!(kvctl(dir, &["watch", "--count", "3", "--interval", "0.1"]), screen("no instances\n"));
+    let record = InstanceRecord::create(dir, "llama", "e", "cpu", Terms::default()).unwrap();
+    let _other = InstanceRecord::create(dir, "other", "e", "cpu", Terms::default()).unwrap();
+    let row = record.pool_row("kv").unwrap();
+    let (code, out, err) = thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(300));
+            row.set(2 << 30, 0, 4 << 30, 0);
+            thread::sleep(Duration::from_millis(300));
+            row.set((2 << 30) + 1, 0, 4 << 30, 0); // a byte more is the same table
+        });
+        kvctl(dir, &["watch", "llama", "--count", "10", "--interval", "0.1"])
+    });
+    let pid = std::process::id();
+    let width = pid.to_string().len().max(3);
+    assert_eq!(
+        (code, out, err),
+        screen(&format!(
+            "\
+NAME   ENGINE  {:>width$}  DEVICE  USED  RESERVED  VIRTUAL  LIMIT  MIN
+llama  e       {pid:>width$}  cpu      0 B       0 B      0 B   none  0 B
+
+NAME   ENGINE  {:>width$}  DEVICE      USED  RESERVED   VIRTUAL  LIMIT  MIN
+llama  e       {pid:>width$}  cpu     2.00 GiB       0 B  4.00 GiB   none  0 B
+",
+            "PID", "PID"
+        ))
+    );
+}
+
+#[test]
+fn a_watch_in_json_prints_an_object_a_line() {
+    let Home { dir, .. } = &home();
+    let record = InstanceRecord::create(dir, "llama", "e", "cpu", Terms::default()).unwrap();
+    let row = record.pool_row("kv").unwrap();
+    let (code, out, err) = thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(300));
+            row.set(512, 0, 1024, 0);
+        });
+        kvctl(dir, &["watch", "--json", "--count", "10", "--interval", "0.1"])
+    });
+    assert_eq!((code, err.as_str()), (0, ""));
+    let looks: Vec<serde_json::Value> = out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let used: Vec<_> =
+        looks.iter().map(|look| look["instances"][0]["used_bytes"].as_u64().unwrap()).collect();
+    assert_eq!(used, [0, 512]);
+    assert!(looks[0]["at_unix_ns"].as_u64() < looks[1]["at_unix_ns"].as_u64());
+    assert!(looks[0]["budgets"].as_array().unwrap().is_empty());
+}
+
+#[test]
+fn a_watch_ends_when_it_is_interrupted_and_when_nobody_reads_it() {
+    let Home { dir, .. } = &home();
+    let watch = || {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kvctl"))
+            .args(["watch", "--interval", "600", "--dir"])
+            .arg(dir)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut first = [0; 13];
+        child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
+        assert_eq!(&first, b"no instances\n");
+        child
+    };
+    let child = watch();
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    let ended = child.wait_with_output().unwrap();
+    assert_eq!((ended.status.code(), ended.stdout.len(), ended.stderr.len()), (Some(0), 0, 0));
+    let mut child = watch();
+    drop(child.stdout.take());
+    let ended = child.wait_with_output().unwrap();
+    assert_eq!((ended.status.code(), ended.stderr.len()), (Some(0), 0));
+}
+
+#[test]
+fn what_cannot_be_read_is_refused_before_anything_is_done() {
+    let Home { dir, .. } = &home();
+    let cases: [(&[&str], &str); 8] = [
+        (
+            &["limit", "a", "12GB"],
+            "invalid value '12GB' for '<SIZE|none>': units are binary here: write G or GiB",
+        ),
+        (
+            &["limit", "a", "much"],
+            "invalid value 'much' for '<SIZE|none>': a size is a number of bytes or one with K, M, G or T, in binary units: 512M, 1.5GiB",
+        ),
+        (
+            &["min", "a", "none"],
+            "invalid value 'none' for '<SIZE>': a size is a number of bytes or one with K, M, G or T, in binary units: 512M, 1.5GiB",
+        ),
+        (
+            &["limit-percent", "a", "101"],
+            "invalid value '101' for '<PCT>': a percentage is a number from 0 to 100: 25, 12.5",
+        ),
+        (
+            &["limit", "a", "0", "--wait", "soon"],
+            "invalid value 'soon' for '--wait <SECONDS>': seconds are a number from 0 to 86400: 5, 0.5",
+        ),
+        (
+            &["watch", "--interval", "0"],
+            "invalid value '0' for '--interval <SECONDS>': seconds are a number from 0.1 to 86400: 5, 0.5",
+        ),
+        (
+            &["watch", "--count", "0"],
+            "invalid value '0' for '--count <N>': 0 is not in 1..18446744073709551615",
+        ),
+        (&["limit", "a", "-1"], "unexpected argument '-1' found"),
+    ];
+    for (args, message) in cases {
+        let (code, out, err) = kvctl(dir, args);
+        assert_eq!((code, out.as_str()), (2, ""), "{args:?}");
+        assert_eq!(err.lines().next().unwrap(), format!("error: {message}"), "{args:?}");
+    }
+    assert!(!dir.exists());
 }
 
 #[test]
@@ -160,35 +295,70 @@ fn help_states_the_exit_codes() {
         kvctl(dir, &["--help"]),
         screen(
             "\
-Shows the engines of this user whose KV cache is elastic
+Shows and steers the engines of this user whose KV cache is elastic
 
 Usage: kvctl <COMMAND>
 
 Commands:
-  list  Show all running instances
-  help  Print this message or the help of the given subcommand(s)
+  list           Show all running instances, and the memory budget that they share
+  limit          Set the most memory that an instance may have
+  limit-percent  Set the limit of an instance in percent of the memory budget of its device
+  min            Set the memory that an instance is guaranteed, whether it uses it or not
+  delete         Remove the record of an instance that has died, or one of another version of kvcached
+  watch          Print what `list` shows whenever it has changed, until interrupted
+  top            Show instances and budgets live, and change limits by key [alias: kvtop]
+  help           Print this message or the help of the given subcommand(s)
 
 Options:
   -h, --help     Print help
   -V, --version  Print version
 
-Exit codes: 0 done, 1 something failed, 2 bad usage. Warnings go to standard error.
+Exit codes: 0 done, 1 something failed, 2 bad usage, 3 asked but not (yet) in force.
+Warnings go to standard error.
 "
         )
     );
     assert_eq!(
-        kvctl(dir, &["list", "--help"]),
+        kvctl(dir, &["limit", "--help"]),
         screen(
             "\
-Show all running instances
+Set the most memory that an instance may have
 
-Usage: kvctl list [OPTIONS]
+Usage: kvctl limit [OPTIONS] <NAME> <SIZE|none>
+
+Arguments:
+  <NAME>       Name of the instance
+  <SIZE|none>  Binary units: 512M, 1.5GiB; 0 drains the instance, none takes the limit away
 
 Options:
-      --json  Print JSON; sizes in bytes
-  -h, --help  Print help
+      --wait <SECONDS>  How long to wait for the instance's answer [default: 5]
+      --json            Print JSON; sizes in bytes
+  -h, --help            Print help
 
-Exit codes: 0 done, 1 something failed, 2 bad usage. Warnings go to standard error.
+Exit codes: 0 done, 1 something failed, 2 bad usage, 3 asked but not (yet) in force.
+Warnings go to standard error.
+"
+        )
+    );
+    assert_eq!(
+        kvctl(dir, &["watch", "--help"]),
+        screen(
+            "\
+Print what `list` shows whenever it has changed, until interrupted
+
+Usage: kvctl watch [OPTIONS] [NAME]...
+
+Arguments:
+  [NAME]...  Only these instances, and the budgets that they live by; default all
+
+Options:
+      --interval <SECONDS>  Seconds between two looks [default: 1]
+      --count <N>           End after this many looks, whether they showed anything new or not
+      --json                Print JSON, one object a line; sizes in bytes
+  -h, --help                Print help
+
+Exit codes: 0 done, 1 something failed, 2 bad usage, 3 asked but not (yet) in force.
+Warnings go to standard error.
 "
         )
     );

@@ -1,0 +1,88 @@
+//! `kvctl top`: what keys do and what is drawn are pure ([`state`], [`draw`]); here are the clock, the keys and the asking.
+
+mod bar;
+mod draw;
+mod state;
+mod terminal;
+
+use std::io::{IsTerminal, Write, stdout};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ratatui::crossterm::event::{self, Event, KeyEvent, KeyEventKind};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+use crate::Failure;
+use crate::change::{Wish, ask};
+use crate::interrupts::Interrupts;
+use crate::top::state::{Action, State};
+use crate::top::terminal::Session;
+use crate::view::look;
+
+/// Longest time in which a signal or an answer goes unnoticed.
+const LONGEST_WAIT: Duration = Duration::from_millis(100);
+/// How long an instance may take to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+pub(crate) fn run(dir: &Path, interval: Duration, out: &mut dyn Write) -> Result<(), Failure> {
+    if !stdout().is_terminal() {
+        return Err(Failure::NoTerminal);
+    }
+    // A directory that cannot be used is told before the screen is taken.
+    let mut state = State::new(look(dir)?, colours_wanted());
+    let interrupts = Interrupts::listen(&[SIGINT, SIGTERM, SIGHUP]).map_err(Failure::Signals)?;
+    let (tell, answers) = channel();
+    let mut session = Session::open(out).map_err(Failure::Terminal)?;
+    let mut next_look = Instant::now() + interval;
+    let mut is_stale = true;
+    loop {
+        if is_stale {
+            session.draw(|frame| draw::screen(frame, &state)).map_err(Failure::Terminal)?;
+        }
+        let wait = next_look.saturating_duration_since(Instant::now()).min(LONGEST_WAIT);
+        let event = event_within(wait).map_err(Failure::Terminal)?;
+        // A new size, too, is a reason to draw.
+        is_stale = event.is_some();
+        match event.and_then(|event| pressed(&event)).map(|key| state.key(key)) {
+            None | Some(Action::Nothing) => {}
+            Some(Action::Quit) => return Ok(()),
+            Some(Action::Ask(name, wish)) => ask_aside(dir.to_path_buf(), name, wish, tell.clone()),
+        }
+        let answer = answers.try_recv();
+        if answer.is_ok() || Instant::now() >= next_look {
+            state.message = answer.unwrap_or(state.message);
+            state.update(look(dir)?);
+            next_look = Instant::now() + interval;
+            is_stale = true;
+        }
+        if interrupts.wait(Duration::ZERO).map_err(Failure::Signals)? {
+            return Ok(());
+        }
+    }
+}
+
+fn event_within(wait: Duration) -> std::io::Result<Option<Event>> {
+    if event::poll(wait)? { event::read().map(Some) } else { Ok(None) }
+}
+
+fn pressed(event: &Event) -> Option<KeyEvent> {
+    event.as_key_event().filter(|key| key.kind != KeyEventKind::Release)
+}
+
+/// Asks without holding up the screen. Nobody waits for the thread: it owns what it needs, and ends with the process.
+fn ask_aside(dir: PathBuf, name: String, wish: Wish, tell: Sender<String>) {
+    thread::spawn(move || {
+        let answer = match ask(&dir, &name, wish, PATIENCE) {
+            Ok(report) => report.sentence(),
+            Err(error) => error.to_string(),
+        };
+        let _ = tell.send(answer); // the screen may have gone
+    });
+}
+
+/// See <https://no-color.org>.
+fn colours_wanted() -> bool {
+    std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
