@@ -237,9 +237,11 @@ class TestCachedPrefixes:
         native, memory = scheduler.kv_cache_manager.block_pool, scheduler.memory
         native.free_blocks(scheduler.cached_blocks(8))
         given = []
-        monkeypatch.setattr(
-            release.time, "sleep", lambda s: given.append(given_by_another_thread(memory, PAGE, timeout_s=0))
-        )
+
+        def sleep(_: float) -> None:
+            given.append(given_by_another_thread(memory, PAGE, timeout_s=0))
+
+        monkeypatch.setattr(release, "time", SimpleNamespace(sleep=sleep))
         scheduler.during_schedule = lambda: setattr(native.ledger, "refused", True)
         scheduler.scheduled_tokens = 0
         scheduler.schedule()

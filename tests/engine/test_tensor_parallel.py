@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from conftest import ELASTIC, Engine
 from two_ranks import DEADLINE_S, PASSES, are_gone, ask, run, start
 
 from kvcached import _core
+from kvcached.integration.memory import EngineMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,6 +78,20 @@ def test_memory_rises_and_falls_on_all_ranks_together(elastic, capfd):
     rows = [line for line in capfd.readouterr().out.splitlines() if f"{os.getpid()} " in line]
     assert len(rows) == 1, "one record a process, whatever the number of its workers"
     assert elastic.llm.reset_prefix_cache()
+    assert common_pages(elastic) == [0]
+
+
+def test_cached_prefixes_leave_all_ranks_together(native_on_two_ranks, elastic):
+    memory = EngineMemory.of(elastic.scheduler.cache_config)
+    assert memory is not None
+    assert elastic.llm.reset_prefix_cache()
+    for prompts, tokens in zip(PASSES, native_on_two_ranks.tokens, strict=True):
+        assert elastic.generate(prompts, max_tokens=12)[0] == tokens
+        before = len(common_pages(elastic))
+        with ThreadPoolExecutor() as other:  # a thread that may not call the workers by vLLM's way
+            assert other.submit(memory.give_cached, 2 * PAGE, 1).result() == 2 * PAGE
+        assert len(common_pages(elastic)) == before - 2
+    assert memory.give_cached(1 << 60, timeout_s=1) > 0
     assert common_pages(elastic) == [0]
 
 

@@ -155,7 +155,7 @@ def test_much_is_evicted_in_pieces_between_which_the_engine_may_go_on(memory, mo
         thread.start()
         thread.join()
 
-    monkeypatch.setattr(engine_memory.time, "sleep", let_pass)
+    monkeypatch.setattr(engine_memory, "time", SimpleNamespace(sleep=let_pass, monotonic=lambda: 0.0))
     at_once = engine_memory.EVICTED_AT_ONCE_BYTES
     assert memory.give_cached(2 * at_once + 5, timeout_s=1) == 2 * at_once + 5
     assert cache.asked == [at_once, at_once, 5]
