@@ -1,7 +1,7 @@
 //! A mapper whose memory is charged to a share of the device: nothing is backed that the share does not allow.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
@@ -59,6 +59,8 @@ struct Charge {
     owner: Owner,
     page_bytes: u64,
     inner: Weak<dyn Mapper>,
+    /// Calls under way that give memory back.
+    unmapping: AtomicU32,
     account: Mutex<Account>,
 }
 
@@ -89,6 +91,7 @@ impl Budgeted {
             owner: Owner::this_process(),
             page_bytes: inner.page_bytes(),
             inner: Arc::downgrade(&inner),
+            unmapping: AtomicU32::new(0),
             account: Mutex::new(account),
         });
         let watched = Arc::downgrade(&charge);
@@ -158,6 +161,7 @@ impl Mapper for Budgeted {
     }
 
     fn unmap(&self, pages: &[u32]) -> Result<(), UnmapFailure> {
+        self.charge.unmapping.fetch_add(1, Ordering::SeqCst);
         let outcome = self.inner.unmap(pages);
         match &outcome {
             Ok(()) => self.charge.settle(pages),
@@ -167,6 +171,7 @@ impl Mapper for Budgeted {
                 self.charge.settle(&without(pages, &[quarantined, still_mapped]));
             }
         }
+        self.charge.unmapping.fetch_sub(1, Ordering::SeqCst);
         outcome
     }
 
@@ -235,8 +240,9 @@ impl Charge {
         }
     }
 
+    /// Who waits is told to lack memory; not while some is on its way back, after which it is asked for again.
     fn refused(&self, bytes: u64, waits: bool) {
-        if waits {
+        if waits && self.unmapping.load(Ordering::SeqCst) == 0 {
             let now = Instant::now();
             let mut account = self.account();
             account.shortage.refused(bytes, now);

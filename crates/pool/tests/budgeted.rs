@@ -6,6 +6,7 @@ mod fake;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Barrier};
 
+use fake::gate::Gate;
 use fake::share::{Part, budget};
 use fake::{Call, Fake, Fault, PAGE_BYTES, Steady, check, config};
 use kvcached_pool::{
@@ -199,6 +200,34 @@ fn a_device_without_memory_is_a_shortage_too_and_a_reserve_is_none() {
     pool.free(&ids).unwrap();
     pool.shutdown().unwrap();
     assert_eq!(share.granted(), 0);
+}
+
+#[test]
+fn who_waits_for_his_own_memory_asks_nobody_for_theirs() {
+    let (gate, entered) = Gate::new();
+    let share = Part::alone(2 * PAGE_BYTES);
+    let mapper = Arc::new(Budgeted::new(gate.clone(), share.clone()));
+    let pool = Pool::new(config(40), mapper, Arc::new(NoMeter)).unwrap();
+    gate.open();
+    let ids = pool.alloc(8).unwrap().unwrap();
+    entered.recv().unwrap();
+    pool.free(&ids).unwrap();
+    entered.recv().unwrap(); // the pager, which gives them back
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| pool.alloc(8).unwrap());
+        while share.inner().refusals == 0 {
+            std::thread::yield_now();
+        }
+        assert_eq!(share.lacking(), 0);
+        gate.open();
+        gate.open();
+        assert_eq!(waiting.join().unwrap().unwrap().len(), 8);
+        entered.recv().unwrap();
+        assert_eq!(share.lacking(), 0);
+    });
+    assert_eq!(pool.alloc(4).unwrap(), None);
+    assert_eq!(share.lacking(), PAGE_BYTES, "nothing is on its way");
+    gate.open(); // for the shutdown
 }
 
 #[test]

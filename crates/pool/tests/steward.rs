@@ -334,7 +334,30 @@ fn a_pool_that_comes_later_is_limited_too() {
     let a = Engine::begin(&dir, "a", terms, NEVER, 0);
     assert_eq!(a.pool.limit().unwrap().limit_bytes, 2 * PAGE_BYTES);
     assert_eq!(a.pool.alloc(9).unwrap(), None);
-    assert_eq!(a.shares.short_bytes(), 0, "nobody can help");
+}
+
+#[test]
+fn nobody_is_asked_for_what_the_limit_refuses() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("records");
+    let terms = Terms { limit_bytes: Some(3 * PAGE_BYTES), min_bytes: 0 };
+    let record = Arc::new(InstanceRecord::create(&dir, "a", "test", "cpu", terms).unwrap());
+    let device = BudgetShare::join(&dir, &record, "host", 4 * PAGE_BYTES, None).unwrap();
+    let beside = InstanceRecord::create(&dir, "b", "test", "cpu", Terms::default()).unwrap();
+    let other = BudgetShare::join(&dir, &beside, "host", 4 * PAGE_BYTES, None).unwrap();
+    let shares = Arc::new(Shares::new(record, vec![device]));
+    let mapper = Budgeted::new(Arc::new(Fake::default()), shares.clone());
+    other.take(2 * PAGE_BYTES).unwrap();
+    assert!(mapper.map(&[0, 1, 2, 3]).is_err());
+    assert_eq!(shares.short_bytes(), 3 * PAGE_BYTES, "the fourth is beyond the limit");
+    other.give(PAGE_BYTES);
+    mapper.map(&[0, 1, 2]).unwrap();
+    let refusal = mapper.map(&[3]).unwrap_err();
+    let MapFailure::OutOfMemory { source } = refusal else { panic!("{refusal:?}") };
+    assert!(source.to_string().contains("limit of this instance"), "{source}");
+    assert_eq!(shares.short_bytes(), 0);
+    mapper.unmap(&[0, 1, 2]).unwrap();
+    assert_eq!(shares.granted(), 0);
 }
 
 #[test]

@@ -269,7 +269,8 @@ fn idle_bytes(pools: &[Arc<Pool>]) -> u64 {
 /// Has the pools give back so many idle bytes, where they have that many.
 fn give_idle(pools: &[Arc<Pool>], bytes: u64) {
     let mut given = 0;
-    for pool in pools {
+    // One that is leaving is waited for; one that serves no more has neither.
+    for pool in pools.iter().filter(|pool| pool.idle_bytes() + pool.leaving_bytes() > 0) {
         match pool.give_back_idle(bytes.saturating_sub(given)) {
             Ok(more) => given += more,
             Err(PoolError::Shutdown) => {}
