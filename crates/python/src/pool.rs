@@ -2,7 +2,7 @@
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvcached_ledger::{Layout, PageOrder};
 use kvcached_pool::{Mapper, MemoryLimit, Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
@@ -95,7 +95,18 @@ impl Drop for Pool {
         // SAFETY: nobody uses the field afterwards.
         let mut inner = Some(unsafe { ManuallyDrop::take(&mut self.inner) });
         // It shuts down and may wait for the device. At the end of an interpreter nobody else needs the GIL.
-        let _ = Python::try_attach(|py| py.detach(|| drop(inner.take())));
+        let _ = Python::try_attach(|py| py.detach(|| inner.take().map(end)));
+    }
+}
+
+/// Gives everything back. The instance's steward may be looking at the pool: whoever drops it finds it gone all the same.
+fn end(pool: Arc<Inner>) {
+    const PATIENCE: Duration = Duration::from_secs(1);
+    const PAUSE: Duration = Duration::from_micros(100);
+    let _ = pool.shutdown(); // what it says was said by an explicit one, or is logged by the pool's own end
+    let begin = Instant::now();
+    while Arc::strong_count(&pool) > 1 && begin.elapsed() < PATIENCE {
+        std::thread::sleep(PAUSE);
     }
 }
 
