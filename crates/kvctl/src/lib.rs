@@ -75,8 +75,8 @@ enum Failure {
     NoBudget(String),
     #[error("cannot wait for a signal: {0}")]
     Signals(#[source] io::Error),
-    #[error("standard output is no terminal; use kvctl list or kvctl watch")]
-    NoTerminal,
+    #[error("standard {0} is no terminal; use kvctl list or kvctl watch")]
+    NoTerminal(&'static str),
     #[error("cannot use the terminal: {0}")]
     Terminal(#[source] io::Error),
 }

@@ -12,6 +12,7 @@ use ratatui::crossterm::execute;
 use ratatui::crossterm::terminal::{
     Clear, ClearType, EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode,
 };
+use ratatui::layout::Size;
 use ratatui::{Frame, Terminal};
 
 type Hook = dyn Fn(&PanicHookInfo<'_>) + Send + Sync;
@@ -19,6 +20,7 @@ type Hook = dyn Fn(&PanicHookInfo<'_>) + Send + Sync;
 /// A screen of our own. The terminal is as it was once this is dropped.
 pub(crate) struct Session<'a> {
     terminal: Terminal<CrosstermBackend<&'a mut dyn Write>>,
+    drawn: Size,
     is_taken: Arc<AtomicBool>,
     /// What a panic did before.
     hook: Arc<Hook>,
@@ -30,14 +32,20 @@ impl<'a> Session<'a> {
         let is_taken = Arc::new(AtomicBool::new(true));
         let hook: Arc<Hook> = panic::take_hook().into();
         panic::set_hook(restoring_hook(&is_taken, &hook));
-        let mut session = Self { terminal, is_taken, hook };
+        let mut session = Self { terminal, drawn: Size::ZERO, is_taken, hook };
         enable_raw_mode()?;
         // Not `Terminal::clear`: it waits for the terminal to say where its cursor is.
         execute!(session.terminal.backend_mut(), EnterAlternateScreen, Clear(ClearType::All))?;
         Ok(session)
     }
 
+    /// Whether the terminal has another size than when it was drawn on.
+    pub(crate) fn is_resized(&mut self) -> io::Result<bool> {
+        Ok(self.terminal.size()? != self.drawn)
+    }
+
     pub(crate) fn draw(&mut self, screen: impl FnOnce(&mut Frame<'_>)) -> io::Result<()> {
+        self.drawn = self.terminal.size()?;
         self.terminal.draw(screen).map(|_| ())
     }
 }
