@@ -98,7 +98,8 @@ fn execute(args: Args, out: &mut dyn Write, err: &mut dyn Write) -> Result<i32, 
         }
         Command::Delete { name, json } => delete::run(&dir, &name, json, out)?,
         Command::Watch(watch) => watch::run(&dir, &watch, out, err)?,
-        Command::Top { interval } => top::run(&dir, interval, out)?,
+        // It has written what it could: that its terminal has gone is no failure.
+        Command::Top { interval } => return top::run(&dir, interval, out).map(|()| EXIT_OK),
     }
     out.flush()?;
     Ok(code)

@@ -216,7 +216,8 @@ fn it_ends_with_its_terminal() {
     let mut session = Session::start(&kvctl(), &["top"], &dir);
     session.type_keys("l"); // something was read before
     session.see(&["no instances"]);
-    assert!(session.hang_up().ended().is_some(), "it lives without a terminal");
+    let status = session.hang_up().ended().expect("it lives without a terminal");
+    assert_eq!(status.code(), Some(0));
 }
 
 #[test]

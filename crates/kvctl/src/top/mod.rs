@@ -34,10 +34,28 @@ pub(crate) fn run(dir: &Path, interval: Duration, out: &mut dyn Write) -> Result
         }
     }
     // A directory that cannot be used is told before the screen is taken.
-    let mut state = State::new(look(dir)?, colours_wanted());
+    let state = State::new(look(dir)?, colours_wanted());
     let interrupts = Interrupts::listen(&[SIGINT, SIGTERM, SIGHUP]).map_err(Failure::Signals)?;
-    let (tell, answers) = channel();
     let mut session = Session::open(out).map_err(Failure::Terminal)?;
+    let done = show(dir, interval, state, &mut session, &|wait| interrupts.wait(wait, Some(&stdin)));
+    drop(session);
+    let is_over = || interrupts.wait(Duration::ZERO, Some(&stdin)).is_ok_and(|woken| woken == Woken::End);
+    match done {
+        // The terminal went while it was drawn on: the same end, seen earlier.
+        Err(Failure::Terminal(_)) if is_over() => Ok(()),
+        done => done,
+    }
+}
+
+/// Until a key or `wait` ends it.
+fn show(
+    dir: &Path,
+    interval: Duration,
+    mut state: State,
+    session: &mut Session<'_>,
+    wait: &dyn Fn(Duration) -> io::Result<Woken>,
+) -> Result<(), Failure> {
+    let (tell, answers) = channel();
     let mut next_look = Instant::now() + interval;
     let mut is_stale = true;
     loop {
@@ -45,9 +63,9 @@ pub(crate) fn run(dir: &Path, interval: Duration, out: &mut dyn Write) -> Result
             session.draw(|frame| draw::screen(frame, &state)).map_err(Failure::Terminal)?;
             is_stale = false;
         }
-        let wait = next_look.saturating_duration_since(Instant::now()).min(LONGEST_WAIT);
+        let left = next_look.saturating_duration_since(Instant::now());
         // Not left to `event::poll`, which for a terminal that has gone reads for ever.
-        let keys = match interrupts.wait(wait, Some(&stdin)).map_err(Failure::Signals)? {
+        let keys = match wait(left.min(LONGEST_WAIT)).map_err(Failure::Signals)? {
             Woken::End => return Ok(()),
             Woken::Input => keys_typed().map_err(Failure::Terminal)?,
             Woken::Time => Vec::new(),

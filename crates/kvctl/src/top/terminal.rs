@@ -1,6 +1,7 @@
 //! The terminal, taken and given back.
 
 use std::io::{self, Write, stdout};
+use std::mem::ManuallyDrop;
 use std::panic::{self, PanicHookInfo};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +20,8 @@ type Hook = dyn Fn(&PanicHookInfo<'_>) + Send + Sync;
 
 /// A screen of our own. The terminal is as it was once this is dropped.
 pub(crate) struct Session<'a> {
-    terminal: Terminal<CrosstermBackend<&'a mut dyn Write>>,
+    /// Never dropped: that would show the cursor again, and panic where the terminal has gone and standard error with it.
+    terminal: ManuallyDrop<Terminal<CrosstermBackend<&'a mut dyn Write>>>,
     drawn: Size,
     is_taken: Arc<AtomicBool>,
     /// What a panic did before.
@@ -28,7 +30,7 @@ pub(crate) struct Session<'a> {
 
 impl<'a> Session<'a> {
     pub(crate) fn open(out: &'a mut dyn Write) -> io::Result<Self> {
-        let terminal = Terminal::new(CrosstermBackend::new(out))?;
+        let terminal = ManuallyDrop::new(Terminal::new(CrosstermBackend::new(out))?);
         let is_taken = Arc::new(AtomicBool::new(true));
         let hook: Arc<Hook> = panic::take_hook().into();
         panic::set_hook(restoring_hook(&is_taken, &hook));
