@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 
 SCRIPT = "import sys; from kvcached._kvctl import main; sys.argv[0] = sys.argv.pop(1); sys.exit(main())"
 
@@ -39,3 +44,20 @@ def test_an_interrupted_watch_is_done(tmp_path):
     watch.send_signal(signal.SIGINT)
     assert watch.communicate(timeout=60) == ("", "")
     assert watch.returncode == 0
+
+
+def test_kvtop_gives_the_terminal_back(tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 80, 0, 0))  # rows, columns
+    before = termios.tcgetattr(theirs)
+    command = script("kvtop", "--dir", str(tmp_path / "none"))
+    top = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    shown = b""
+    while b"quit" not in shown:
+        shown += os.read(ours, 65536)
+    os.write(ours, b"q")
+    assert top.wait(timeout=60) == 0
+    assert termios.tcgetattr(theirs) == before
+    assert b"\x1b[?1049l" in os.read(ours, 65536), "the screen that was there before"
+    os.close(ours)
+    os.close(theirs)

@@ -1,6 +1,6 @@
 //! Waiting that a signal, or a reader who leaves, ends.
 
-use std::io;
+use std::io::{self, Stdin};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -8,6 +8,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use signal_hook::SigId;
 use signal_hook::low_level::{pipe, unregister};
+
+/// Why a wait is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Woken {
+    Time,
+    Input,
+    /// A signal came, or the terminal or the reader of standard output has gone.
+    End,
+}
 
 /// While it lives, these signals end no process: they end [`Interrupts::wait`].
 pub(crate) struct Interrupts {
@@ -26,20 +35,27 @@ impl Interrupts {
         Ok(interrupts)
     }
 
-    /// False after `time`; true, at once, where a signal came or nobody reads standard output any more.
-    pub(crate) fn wait(&self, time: Duration) -> io::Result<bool> {
+    /// Waits for `time`, for something to read from `input`, or for the end.
+    pub(crate) fn wait(&self, time: Duration, input: Option<&Stdin>) -> io::Result<Woken> {
         let timeout = Timespec::try_from(time).map_err(io::Error::other)?;
         let stdout = io::stdout();
         // No events of standard output are asked for: that its reader has gone is always told.
         let mut watched =
-            [PollFd::new(&self.arrived, PollFlags::IN), PollFd::new(&stdout, PollFlags::empty())];
+            vec![PollFd::new(&self.arrived, PollFlags::IN), PollFd::new(&stdout, PollFlags::empty())];
+        watched.extend(input.map(|input| PollFd::new(input, PollFlags::IN)));
         match poll(&mut watched, Some(&timeout)) {
-            Ok(0) => Ok(false),
-            Ok(_) => Ok(true),
+            Ok(_) => {}
             // Some other signal: one round is shorter. One of ours shows in the next.
-            Err(Errno::INTR) => Ok(false),
-            Err(errno) => Err(errno.into()),
+            Err(Errno::INTR) => return Ok(Woken::Time),
+            Err(errno) => return Err(errno.into()),
         }
+        let [signal, rest @ ..] = &watched[..] else { return Ok(Woken::Time) };
+        let is_gone = |fd: &PollFd<'_>| !fd.revents().difference(PollFlags::IN).is_empty();
+        if !signal.revents().is_empty() || rest.iter().any(is_gone) {
+            return Ok(Woken::End);
+        }
+        let is_readable = rest.iter().any(|fd| fd.revents().contains(PollFlags::IN));
+        Ok(if is_readable { Woken::Input } else { Woken::Time })
     }
 }
 

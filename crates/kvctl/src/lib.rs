@@ -75,8 +75,8 @@ enum Failure {
     NoBudget(String),
     #[error("cannot wait for a signal: {0}")]
     Signals(#[source] io::Error),
-    #[error("standard output is no terminal; use kvctl list or kvctl watch")]
-    NoTerminal,
+    #[error("standard {0} is no terminal; use kvctl list or kvctl watch")]
+    NoTerminal(&'static str),
     #[error("cannot use the terminal: {0}")]
     Terminal(#[source] io::Error),
 }
@@ -98,7 +98,8 @@ fn execute(args: Args, out: &mut dyn Write, err: &mut dyn Write) -> Result<i32, 
         }
         Command::Delete { name, json } => delete::run(&dir, &name, json, out)?,
         Command::Watch(watch) => watch::run(&dir, &watch, out, err)?,
-        Command::Top { interval } => top::run(&dir, interval, out)?,
+        // It has written what it could: that its terminal has gone is no failure.
+        Command::Top { interval } => return top::run(&dir, interval, out).map(|()| EXIT_OK),
     }
     out.flush()?;
     Ok(code)

@@ -9,7 +9,7 @@ use signal_hook::consts::SIGINT;
 
 use crate::Failure;
 use crate::args::Watch;
-use crate::interrupts::Interrupts;
+use crate::interrupts::{Interrupts, Woken};
 use crate::table::tables;
 use crate::view::{Snapshot, look};
 
@@ -40,7 +40,8 @@ pub(crate) fn run(dir: &Path, args: &Watch, out: &mut dyn Write, err: &mut dyn W
         out.flush()?;
         last = Some(snapshot);
         looks += 1;
-        if args.count == Some(looks) || interrupts.wait(args.interval).map_err(Failure::Signals)? {
+        let is_last = args.count == Some(looks);
+        if is_last || interrupts.wait(args.interval, None).map_err(Failure::Signals)? == Woken::End {
             return Ok(());
         }
     }

@@ -5,8 +5,6 @@ use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::Duration;
 
 use kvcached_control::{InstanceRecord, Terms};
 use kvcached_kvctl::run;
@@ -120,6 +118,34 @@ fn an_instance_as_json() {
     );
 }
 
+/// Reads what is watched; after each look the figures change, and after the last it leaves.
+struct Audience<'a> {
+    seen: Vec<u8>,
+    change: Box<dyn Fn(u64) + 'a>,
+    figures: std::iter::Copied<std::slice::Iter<'a, u64>>,
+}
+
+impl Write for Audience<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.seen.write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        let used = self.figures.next().ok_or(io::ErrorKind::BrokenPipe)?;
+        (self.change)(used);
+        Ok(())
+    }
+}
+
+/// Exit code, standard output, standard error of a watch whose figures change after each look.
+fn watched(dir: &Path, args: &[&str], figures: &[u64], change: impl Fn(u64)) -> (i32, String, String) {
+    let mut audience =
+        Audience { seen: Vec::new(), change: Box::new(change), figures: figures.iter().copied() };
+    let mut err = Vec::new();
+    let words = ["watch", "--interval", "0.1"].iter().chain(args).map(OsString::from);
+    let code = run(words.chain(["--dir".into(), dir.into()]), &mut audience, &mut err);
+    (code, String::from_utf8(audience.seen).unwrap(), String::from_utf8(err).unwrap())
+}
+
 #[test]
 fn a_watch_prints_what_has_changed() {
     let Home { dir, .. } = &home();
@@ -127,15 +153,9 @@ fn a_watch_prints_what_has_changed() {
     let record = InstanceRecord::create(dir, "llama", "e", "cpu", Terms::default()).unwrap();
     let _other = InstanceRecord::create(dir, "other", "e", "cpu", Terms::default()).unwrap();
     let row = record.pool_row("kv").unwrap();
-    let (code, out, err) = thread::scope(|scope| {
-        scope.spawn(|| {
-            thread::sleep(Duration::from_millis(300));
-            row.set(2 << 30, 0, 4 << 30, 0);
-            thread::sleep(Duration::from_millis(300));
-            row.set((2 << 30) + 1, 0, 4 << 30, 0); // a byte more is the same table
-        });
-        kvctl(dir, &["watch", "llama", "--count", "10", "--interval", "0.1"])
-    });
+    // A byte more is the same table.
+    let figures = [2 << 30, (2 << 30) + 1, (2 << 30) + 2];
+    let (code, out, err) = watched(dir, &["llama"], &figures, |used| row.set(used, 0, 4 << 30, 0));
     let pid = std::process::id();
     let width = pid.to_string().len().max(3);
     assert_eq!(
@@ -158,13 +178,7 @@ fn a_watch_in_json_prints_an_object_a_line() {
     let Home { dir, .. } = &home();
     let record = InstanceRecord::create(dir, "llama", "e", "cpu", Terms::default()).unwrap();
     let row = record.pool_row("kv").unwrap();
-    let (code, out, err) = thread::scope(|scope| {
-        scope.spawn(|| {
-            thread::sleep(Duration::from_millis(300));
-            row.set(512, 0, 1024, 0);
-        });
-        kvctl(dir, &["watch", "--json", "--count", "10", "--interval", "0.1"])
-    });
+    let (code, out, err) = watched(dir, &["--json"], &[512], |used| row.set(used, 0, 1024, 0));
     assert_eq!((code, err.as_str()), (0, ""));
     let looks: Vec<serde_json::Value> = out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let used: Vec<_> =

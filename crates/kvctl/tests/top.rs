@@ -7,11 +7,13 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use kvcached_control::{InstanceRecord, Outcome, Terms};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, Termios, Winsize, tcgetattr, tcsetwinsize};
 
@@ -21,20 +23,46 @@ const ROWS: u16 = 10;
 const COLUMNS: u16 = 90;
 const DEADLINE: Duration = Duration::from_secs(20);
 
+/// Ended with the test, whatever became of it.
+struct Program(Child);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Program {
+    fn ended(&mut self) -> Option<ExitStatus> {
+        let start = Instant::now();
+        while start.elapsed() < DEADLINE {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return Some(status);
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        None
+    }
+}
+
 /// A program on a pseudo terminal, and what a person would see there.
 struct Session {
-    child: Child,
+    program: Program,
     keys: File,
     /// The program's side, kept open: what it does to the terminal can be looked at when it has ended.
     terminal: File,
     before: Termios,
     screen: Arc<Mutex<vt100::Parser>>,
-    reader: Option<JoinHandle<()>>,
+    reader: JoinHandle<()>,
+    /// Has the reader end.
+    closes: Arc<AtomicBool>,
 }
 
 impl Session {
     fn start(program: &Path, args: &[&str], dir: &Path) -> Self {
-        let keys = File::from(openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap());
+        let keys =
+            File::from(openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap());
         grantpt(&keys).unwrap();
         unlockpt(&keys).unwrap();
         let path = ptsname(&keys, Vec::new()).unwrap();
@@ -54,19 +82,29 @@ impl Session {
             .stdin(side())
             .stdout(side())
             .stderr(side())
-            .spawn()
-            .unwrap();
+            .spawn();
+        let program = Program(child.unwrap());
         let screen = Arc::new(Mutex::new(vt100::Parser::new(ROWS, COLUMNS, 0)));
+        let closes = Arc::new(AtomicBool::new(false));
         let reader = thread::spawn({
-            let (mut output, screen) = (keys.try_clone().unwrap(), Arc::clone(&screen));
-            move || {
-                let mut bytes = [0; 4096];
-                while let Ok(count @ 1..) = output.read(&mut bytes) {
-                    screen.lock().unwrap().process(&bytes[..count]);
-                }
-            }
+            let (keys, screen, closes) =
+                (keys.try_clone().unwrap(), Arc::clone(&screen), Arc::clone(&closes));
+            move || show(keys, &screen, &closes)
         });
-        Self { child, keys, terminal, before, screen, reader: Some(reader) }
+        Self { program, keys, terminal, before, screen, reader, closes }
+    }
+
+    fn resize(&self, rows: u16, columns: u16) {
+        self.screen.lock().unwrap().screen_mut().set_size(rows, columns);
+        let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+        tcsetwinsize(&self.terminal, size).unwrap();
+    }
+
+    /// Closes all that there is of the terminal on our side.
+    fn hang_up(self) -> Program {
+        self.closes.store(true, Ordering::SeqCst);
+        self.reader.join().unwrap();
+        self.program
     }
 
     fn type_keys(&mut self, keys: &str) {
@@ -92,14 +130,7 @@ impl Session {
 
     /// Waits for the program's end; the terminal is as it was.
     fn end(mut self) -> (ExitStatus, String) {
-        let start = Instant::now();
-        let status = loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                break status;
-            }
-            assert!(start.elapsed() < DEADLINE, "it does not end:\n{}", self.shown());
-            thread::sleep(Duration::from_millis(10));
-        };
+        let Some(status) = self.program.ended() else { panic!("it does not end:\n{}", self.shown()) };
         let after = tcgetattr(&self.terminal).unwrap();
         assert!(after.local_modes.contains(LocalModes::ICANON | LocalModes::ECHO));
         assert_eq!(after.local_modes, self.before.local_modes);
@@ -107,10 +138,23 @@ impl Session {
         assert_eq!(after.output_modes, self.before.output_modes);
         // The reader ends with the last holder of the program's side.
         drop(self.terminal);
-        self.reader.take().unwrap().join().unwrap();
+        self.reader.join().unwrap();
         let parser = self.screen.lock().unwrap();
         assert!(!parser.screen().alternate_screen() && !parser.screen().hide_cursor());
         (status, parser.screen().contents())
+    }
+}
+
+/// Until the program and we have closed its side, or `closes` is set.
+fn show(mut keys: File, screen: &Mutex<vt100::Parser>, closes: &AtomicBool) {
+    let mut bytes = [0; 4096];
+    let soon = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+    while !closes.load(Ordering::SeqCst) {
+        if poll(&mut [PollFd::new(&keys, PollFlags::IN)], Some(&soon)) == Ok(0) {
+            continue;
+        }
+        let Ok(count @ 1..) = keys.read(&mut bytes) else { return };
+        screen.lock().unwrap().process(&bytes[..count]);
     }
 }
 
@@ -159,10 +203,38 @@ fn ctrl_c_and_signals_end_it_too() {
     {
         let session = Session::start(&kvctl(), &["top"], &dir);
         session.see(&["no instances"]);
-        let pid = rustix::process::Pid::from_child(&session.child);
+        let pid = rustix::process::Pid::from_child(&session.program.0);
         rustix::process::kill_process(pid, signal).unwrap();
         assert_eq!(session.end().0.code(), Some(0));
     }
+}
+
+#[test]
+fn it_ends_with_its_terminal() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("records");
+    let mut session = Session::start(&kvctl(), &["top"], &dir);
+    session.type_keys("l"); // something was read before
+    session.see(&["no instances"]);
+    let status = session.hang_up().ended().expect("it lives without a terminal");
+    assert_eq!(status.code(), Some(0));
+}
+
+#[test]
+fn another_size_is_another_screen() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("records");
+    let mut session = Session::start(&kvctl(), &["top", "--interval", "600"], &dir);
+    session.see(&["no instances"]);
+    session.resize(5, 30);
+    let narrow = ["kvcached   █ used   ▓ cached", "no instances", "", "", "↑↓ select   l limit   m minimu"];
+    let start = Instant::now();
+    while session.lines() != narrow {
+        assert!(start.elapsed() < DEADLINE, "{:?}", session.lines());
+        thread::sleep(Duration::from_millis(10));
+    }
+    session.type_keys("q");
+    assert_eq!(session.end().0.code(), Some(0));
 }
 
 #[test]

@@ -5,50 +5,78 @@ mod draw;
 mod state;
 mod terminal;
 
-use std::io::{IsTerminal, Write, stdout};
+use std::io::{self, IsTerminal, Write, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ratatui::crossterm::event::{self, Event, KeyEvent, KeyEventKind};
+use ratatui::crossterm::event::{self, KeyEvent, KeyEventKind};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::Failure;
 use crate::change::{Wish, ask};
-use crate::interrupts::Interrupts;
+use crate::interrupts::{Interrupts, Woken};
 use crate::top::state::{Action, State};
 use crate::top::terminal::Session;
 use crate::view::look;
 
-/// Longest time in which a signal or an answer goes unnoticed.
+/// Longest time in which an answer or a new size of the terminal goes unnoticed.
 const LONGEST_WAIT: Duration = Duration::from_millis(100);
 /// How long an instance may take to answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(dir: &Path, interval: Duration, out: &mut dyn Write) -> Result<(), Failure> {
-    if !stdout().is_terminal() {
-        return Err(Failure::NoTerminal);
+    let stdin = stdin();
+    for (stream, is_terminal) in [("output", stdout().is_terminal()), ("input", stdin.is_terminal())] {
+        if !is_terminal {
+            return Err(Failure::NoTerminal(stream));
+        }
     }
     // A directory that cannot be used is told before the screen is taken.
-    let mut state = State::new(look(dir)?, colours_wanted());
+    let state = State::new(look(dir)?, colours_wanted());
     let interrupts = Interrupts::listen(&[SIGINT, SIGTERM, SIGHUP]).map_err(Failure::Signals)?;
-    let (tell, answers) = channel();
     let mut session = Session::open(out).map_err(Failure::Terminal)?;
+    let done = show(dir, interval, state, &mut session, &|wait| interrupts.wait(wait, Some(&stdin)));
+    drop(session);
+    let is_over = || interrupts.wait(Duration::ZERO, Some(&stdin)).is_ok_and(|woken| woken == Woken::End);
+    match done {
+        // The terminal went while it was drawn on: the same end, seen earlier.
+        Err(Failure::Terminal(_)) if is_over() => Ok(()),
+        done => done,
+    }
+}
+
+/// Until a key or `wait` ends it.
+fn show(
+    dir: &Path,
+    interval: Duration,
+    mut state: State,
+    session: &mut Session<'_>,
+    wait: &dyn Fn(Duration) -> io::Result<Woken>,
+) -> Result<(), Failure> {
+    let (tell, answers) = channel();
     let mut next_look = Instant::now() + interval;
     let mut is_stale = true;
     loop {
-        if is_stale {
+        if is_stale || session.is_resized().map_err(Failure::Terminal)? {
             session.draw(|frame| draw::screen(frame, &state)).map_err(Failure::Terminal)?;
+            is_stale = false;
         }
-        let wait = next_look.saturating_duration_since(Instant::now()).min(LONGEST_WAIT);
-        let event = event_within(wait).map_err(Failure::Terminal)?;
-        // A new size, too, is a reason to draw.
-        is_stale = event.is_some();
-        match event.and_then(|event| pressed(&event)).map(|key| state.key(key)) {
-            None | Some(Action::Nothing) => {}
-            Some(Action::Quit) => return Ok(()),
-            Some(Action::Ask(name, wish)) => ask_aside(dir.to_path_buf(), name, wish, tell.clone()),
+        let left = next_look.saturating_duration_since(Instant::now());
+        // Not left to `event::poll`, which for a terminal that has gone reads for ever.
+        let keys = match wait(left.min(LONGEST_WAIT)).map_err(Failure::Signals)? {
+            Woken::End => return Ok(()),
+            Woken::Input => keys_typed().map_err(Failure::Terminal)?,
+            Woken::Time => Vec::new(),
+        };
+        for key in keys {
+            is_stale = true;
+            match state.key(key) {
+                Action::Nothing => {}
+                Action::Quit => return Ok(()),
+                Action::Ask(name, wish) => ask_aside(dir.to_path_buf(), name, wish, tell.clone()),
+            }
         }
         let answer = answers.try_recv();
         if answer.is_ok() || Instant::now() >= next_look {
@@ -57,18 +85,16 @@ pub(crate) fn run(dir: &Path, interval: Duration, out: &mut dyn Write) -> Result
             next_look = Instant::now() + interval;
             is_stale = true;
         }
-        if interrupts.wait(Duration::ZERO).map_err(Failure::Signals)? {
-            return Ok(());
-        }
     }
 }
 
-fn event_within(wait: Duration) -> std::io::Result<Option<Event>> {
-    if event::poll(wait)? { event::read().map(Some) } else { Ok(None) }
-}
-
-fn pressed(event: &Event) -> Option<KeyEvent> {
-    event.as_key_event().filter(|key| key.kind != KeyEventKind::Release)
+/// What there is to read, without waiting.
+fn keys_typed() -> io::Result<Vec<KeyEvent>> {
+    let mut keys = Vec::new();
+    while event::poll(Duration::ZERO)? {
+        keys.extend(event::read()?.as_key_event().filter(|key| key.kind != KeyEventKind::Release));
+    }
+    Ok(keys)
 }
 
 /// Asks without holding up the screen. Nobody waits for the thread: it owns what it needs, and ends with the process.

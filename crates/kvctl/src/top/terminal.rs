@@ -1,6 +1,7 @@
 //! The terminal, taken and given back.
 
 use std::io::{self, Write, stdout};
+use std::mem::ManuallyDrop;
 use std::panic::{self, PanicHookInfo};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,13 +13,16 @@ use ratatui::crossterm::execute;
 use ratatui::crossterm::terminal::{
     Clear, ClearType, EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode,
 };
+use ratatui::layout::Size;
 use ratatui::{Frame, Terminal};
 
 type Hook = dyn Fn(&PanicHookInfo<'_>) + Send + Sync;
 
 /// A screen of our own. The terminal is as it was once this is dropped.
 pub(crate) struct Session<'a> {
-    terminal: Terminal<CrosstermBackend<&'a mut dyn Write>>,
+    /// Never dropped: that would show the cursor again, and panic where the terminal has gone and standard error with it.
+    terminal: ManuallyDrop<Terminal<CrosstermBackend<&'a mut dyn Write>>>,
+    drawn: Size,
     is_taken: Arc<AtomicBool>,
     /// What a panic did before.
     hook: Arc<Hook>,
@@ -26,18 +30,24 @@ pub(crate) struct Session<'a> {
 
 impl<'a> Session<'a> {
     pub(crate) fn open(out: &'a mut dyn Write) -> io::Result<Self> {
-        let terminal = Terminal::new(CrosstermBackend::new(out))?;
+        let terminal = ManuallyDrop::new(Terminal::new(CrosstermBackend::new(out))?);
         let is_taken = Arc::new(AtomicBool::new(true));
         let hook: Arc<Hook> = panic::take_hook().into();
         panic::set_hook(restoring_hook(&is_taken, &hook));
-        let mut session = Self { terminal, is_taken, hook };
+        let mut session = Self { terminal, drawn: Size::ZERO, is_taken, hook };
         enable_raw_mode()?;
         // Not `Terminal::clear`: it waits for the terminal to say where its cursor is.
         execute!(session.terminal.backend_mut(), EnterAlternateScreen, Clear(ClearType::All))?;
         Ok(session)
     }
 
+    /// Whether the terminal has another size than when it was drawn on.
+    pub(crate) fn is_resized(&mut self) -> io::Result<bool> {
+        Ok(self.terminal.size()? != self.drawn)
+    }
+
     pub(crate) fn draw(&mut self, screen: impl FnOnce(&mut Frame<'_>)) -> io::Result<()> {
+        self.drawn = self.terminal.size()?;
         self.terminal.draw(screen).map(|_| ())
     }
 }
