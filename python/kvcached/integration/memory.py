@@ -254,9 +254,8 @@ class EngineMemory(Attached):
     def close(self) -> None:
         """Give all memory back. Idempotent."""
         pool, self.pool = self.pool, None
-        self._cache = (
-            None  # not under `at_rest`: the engine's thread may be stuck where only this close can help
-        )
+        # Not under `at_rest`: the engine's thread may be stuck where only this close can help.
+        self._cache, self._is_idle = None, lambda: False
         _live.discard(self)
         self.ranks.close(pool)
 

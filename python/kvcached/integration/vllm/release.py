@@ -77,7 +77,9 @@ def _end_epoch(scheduler: Any, memory: EngineMemory, epoch: int) -> None:
 
 
 def undisturbed(original: Any) -> Any:
-    """Replacement of any other method of `Scheduler` that reaches the block pool: no other thread takes blocks meanwhile."""
+    """Replacement of any other method of `Scheduler` that reaches the block pool: no other thread takes blocks meanwhile. What an abort
+    leaves in the cache is above the cap as well.
+    """
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
