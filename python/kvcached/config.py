@@ -238,7 +238,7 @@ class Settings:
         default_shown="the whole device; half the RAM on the host backend",
         unit="bytes",
         meaning="Memory of a device that all instances of this user share. The first instance on a device sets it; one that states "
-        "another while that one lives does not start.",
+        "another while that one lives runs natively, or not at all with `KVCACHED_STRICT=1`.",
     )
     cache_idle_s: float = _declare(
         "KVCACHED_CACHE_IDLE_S",

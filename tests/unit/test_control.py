@@ -191,6 +191,18 @@ def test_idle_memory_goes_to_who_waits_for_it(holder: Callable[..., Holder]) -> 
     assert granted(one) <= 2 * MIB
 
 
+def test_one_that_starts_while_a_neighbour_holds_everything_gets_what_that_can_give(
+    holder: Callable[..., Holder],
+) -> None:
+    reserve = {"KVCACHED_MIN_RESERVED_MB": "16", "KVCACHED_MAX_RESERVED_MB": "16"}
+    one = holder("one", KVCACHED_DEVICE_BUDGET="16M", **reserve)
+    assert granted(one) == 16 * MIB
+    two = holder(
+        "two", KVCACHED_DEVICE_BUDGET="16M", KVCACHED_MIN_RESERVED_MB="4", KVCACHED_MAX_RESERVED_MB="4"
+    )
+    assert granted(two) == 4 * MIB and granted(one) <= 12 * MIB
+
+
 @pytest.mark.parametrize("settings", [{"KVCACHED_DEVICE_BUDGET": "64M"}, {"KVCACHED_MIN": "24M"}])
 def test_what_others_live_by_is_no_reason_to_start(
     holder: Callable[..., Holder], settings: dict[str, str]

@@ -163,3 +163,12 @@ def test_the_command_says_by_its_exit_code_whether_there_is_a_problem(
     with pytest.raises(SystemExit) as ended:
         main(["--block-size", "0"])
     assert ended.value.code == 2
+
+
+def test_kvctl_has_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvcached import _kvctl
+
+    fake_engine(monkeypatch, "1.0.3")
+    monkeypatch.setattr(sys, "argv", ["kvctl", "doctor", "vllm", "--json"])
+    assert _kvctl.main() == 1
+    assert json.loads(capsys.readouterr().out)["findings"][0]["topic"] == "kvcached"

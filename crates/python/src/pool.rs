@@ -4,6 +4,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvcached_control::BudgetListed;
 use kvcached_ledger::{Layout, PageOrder};
 use kvcached_pool::{Mapper, MemoryLimit, Meter, NoMeter, Pool as Inner, PoolConfig, PoolError};
 use pyo3::exceptions::{PyAttributeError, PyTypeError, PyValueError};
@@ -97,6 +98,28 @@ impl Drop for Pool {
         // It shuts down and may wait for the device. At the end of an interpreter nobody else needs the GIL.
         let _ = Python::try_attach(|py| py.detach(|| inner.take().map(end)));
     }
+}
+
+/// A pool over memory that is shared with others. Where they hold all of it, it asks for a while: they hear of it and give what they
+/// can.
+fn start(config: PoolConfig, mapper: &Arc<dyn Mapper>, meter: &Arc<dyn Meter>) -> Result<Inner, PoolError> {
+    const PATIENCE: Duration = Duration::from_secs(10);
+    const PAUSE: Duration = Duration::from_millis(20);
+    let begin = Instant::now();
+    loop {
+        match Inner::new(config, Arc::clone(mapper), Arc::clone(meter)) {
+            Err(PoolError::Exhausted { .. }) if begin.elapsed() < PATIENCE && is_shared() => {
+                std::thread::sleep(PAUSE);
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Whether some device has several instances.
+fn is_shared() -> bool {
+    let budgets = kvcached_control::budgets(&kvcached_control::default_dir()).unwrap_or_default();
+    budgets.iter().any(|listed| matches!(listed, BudgetListed::Budget(view) if view.members.len() > 1))
 }
 
 /// Gives everything back. The instance's steward may be looking at the pool: whoever drops it finds it gone all the same.
@@ -211,7 +234,7 @@ impl Pool {
             let Some(record) = record.filter(|_| charged) else {
                 return Ok(Arc::new(Inner::new(config, mapper, meter)?));
             };
-            let pool = Arc::new(Inner::new(config, record.charged(mapper), meter)?);
+            let pool = Arc::new(start(config, &record.charged(mapper), &meter)?);
             record.look_after(&pool)?;
             Ok(pool)
         };

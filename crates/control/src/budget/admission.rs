@@ -39,8 +39,11 @@ fn sum(bytes: impl Iterator<Item = u64>) -> u64 {
 pub(super) fn room(own: &Member, others: &[Member], budget: u64) -> Room {
     let fair = budget / (others.len() as u64 + 1);
     let left = |claims: u64| budget.saturating_sub(claims).saturating_sub(own.granted);
+    // What is guaranteed to `own` is good against what others wait for.
+    let guaranteed = own.min.saturating_sub(own.granted);
+    let beside_secured = left(sum(others.iter().map(Member::secured)));
     Room {
-        bytes: left(sum(others.iter().map(|other| other.claim(fair)))),
+        bytes: left(sum(others.iter().map(|other| other.claim(fair)))).max(beside_secured.min(guaranteed)),
         without_claims: left(sum(others.iter().map(|other| other.granted))),
     }
 }
@@ -101,6 +104,19 @@ mod tests {
         assert_eq!(bytes(member(20, 0, 1000, 0)), 40, "fair is half");
         assert_eq!(bytes(member(70, 0, 1000, 0)), 20, "who has more than that waits his turn");
         assert_eq!(bytes(member(20, 60, 1000, 0)), 30, "but has what is guaranteed to him");
+    }
+
+    #[test]
+    fn what_is_guaranteed_is_good_against_what_others_wait_for() {
+        let waiter = member(30, 0, 1000, 0);
+        assert_eq!(room(&member(10, 70, 0, 0), &[waiter], 100).bytes, 60);
+        assert_eq!(room(&member(10, 0, 0, 0), &[waiter], 100).bytes, 40);
+        assert_eq!(
+            room(&member(10, 70, 0, 0), &[member(60, 0, 1000, 0)], 100).bytes,
+            30,
+            "others hold the rest"
+        );
+        assert_eq!(room(&member(10, 70, 0, 0), &[member(0, 30, 1000, 0)], 100).bytes, 60);
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub trait Cached: Send + Sync {
     /// before the engine has done it. Asked again meanwhile the latest number counts, not the sum.
     fn give(&self, bytes: u64) -> u64;
 
-    /// Bytes of the pages that would be empty, were everything evicted.
+    /// Bytes of all that is cached: [`Cached::give`] gives no more than that, and less where pages also hold what is in use.
     fn bytes(&self) -> u64;
 }
 
