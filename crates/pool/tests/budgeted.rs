@@ -317,15 +317,16 @@ fn a_broken_mapper_keeps_its_charge() {
 }
 
 #[test]
-fn pages_that_were_backed_behind_its_back_are_not_charged() {
+fn a_page_that_was_backed_before_is_charged_once_it_is_mapped_here() {
     let (sim, share) = (Sim::new(), Part::alone(100 * RANGE_PAGE));
     let range = ftensor(&sim, Options::default());
     let mapper = Budgeted::new(range.clone(), share.clone());
     range.map(&[1]).unwrap();
+    assert_eq!(share.granted(), 0, "it is somebody else's");
     assert_eq!(mapper.map(&[0, 1, 0]).unwrap(), [0]);
-    assert_eq!(share.granted(), RANGE_PAGE);
+    assert_eq!(share.granted(), 2 * RANGE_PAGE, "and this one's to unmap");
     assert_eq!(mapper.map(&[0]).unwrap(), [0u32; 0], "again");
-    assert_eq!(share.granted(), RANGE_PAGE);
+    assert_eq!(share.granted(), 2 * RANGE_PAGE);
     mapper.unmap(&[0, 1]).unwrap();
     assert_eq!(share.granted(), 0);
 }
