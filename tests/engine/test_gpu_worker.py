@@ -92,8 +92,7 @@ class TestWarmUp:
         assert rank.ftensor.mapped_pages() == [0]
         assert runner.kv_cache_config.num_blocks == rank.ftensor.id_space
 
-    def test_pages_of_a_pool_are_not_taken_from_it(self, memory, runner, monkeypatch):
-        monkeypatch.setattr("kvcached.integration.memory.process_record", lambda engine, device, on: None)
+    def test_pages_of_a_pool_are_not_taken_from_it(self, memory, runner):
         pool = memory.open_pool()
         held = pool.alloc(40)
         mapped = settled_pages(pool)

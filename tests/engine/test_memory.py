@@ -135,9 +135,10 @@ def test_kvctl_list(elastic, capfd):
     engine.generate([prompt(1, 40)], max_tokens=4)
     assert _core.kvctl(["list"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    (row,) = [line for line in lines if line.split()[0] == f"vllm-{os.getpid()}"]
-    columns = ["NAME", "ENGINE", "PID", "DEVICE", "USED", "RESERVED", "VIRTUAL"]
+    (row,) = [line for line in lines if line.startswith(f"vllm-{os.getpid()} ")]
+    columns = ["NAME", "ENGINE", "PID", "DEVICE", "USED", "RESERVED", "VIRTUAL", "LIMIT", "MIN"]
     assert lines[0].split() == columns
+    assert [line.split()[0] for line in lines if line.startswith(("DEVICE", "host"))] == ["DEVICE", "host"]
     assert "cpu" in row
     assert "4.00 MiB" in row
     assert "1.0" in row.split("MiB")[-1], "GiB of addresses"
