@@ -201,10 +201,19 @@ def test_a_worker_that_is_killed_is_noticed_although_a_fork_of_it_lives() -> Non
             os.kill(child, signal.SIGKILL)
 
 
+def stop(worker: Worker) -> None:
+    """Returns once every thread of it stands still: `kill` alone returns before that."""
+    pid = worker.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+
+
 def test_a_worker_that_hangs_is_lost_at_the_deadline() -> None:
     with workers(2) as started:
         ranks = over(started, timeout_s=0.6)
-        os.kill(started[0].process.pid or 0, signal.SIGSTOP)
+        stop(started[0])
         try:
             begin = time.monotonic()
             with pytest.raises(StateConsistencyError, match="rank 0"):
