@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
-use crate::bell;
 use crate::directory::{Directory, Removal, has_owner, read_copy};
 use crate::error::ControlError;
-use crate::layout::{Control, Record, check_header, decode};
+use crate::layout::{Control, RECORD_BYTES, Record, check_header, decode};
 use crate::mapping::Mapped;
 use crate::terms::{Answered, Asked, Change, Outcome, Terms};
 use crate::text::{check_name, file_name};
+use crate::{bell, metrics};
 
 const LOCK_FILE: &str = ".asking";
 const PAUSE: Duration = Duration::from_millis(2);
@@ -68,10 +68,13 @@ pub fn remove(dir: &Path, name: &str) -> Result<bool, ControlError> {
     let unreadable = |why| ControlError::InTheWay { path: path.clone(), why };
     let Some(file) = directory.open_file(&file_name).map_err(unreadable)? else { return Ok(false) };
     match directory.remove_unowned(&file, &file_name).map_err(unreadable)? {
-        Removal::Removed => Ok(true),
+        Removal::Removed => {
+            metrics::remove_unowned(&directory, &metrics::file_name(name)); // else the next `list` does
+            Ok(true)
+        }
         Removal::Gone => Ok(false),
         Removal::Held => {
-            let view = read_copy(&file).ok().and_then(|bytes| decode(&bytes, &path).ok());
+            let view = read_copy(&file, RECORD_BYTES).ok().and_then(|bytes| decode(&bytes, &path, 0).ok());
             Err(ControlError::Alive { name: name.to_owned(), pid: view.map(|view| view.pid) })
         }
     }
@@ -170,7 +173,7 @@ fn open_live(dir: &Path, name: &str) -> Result<(Directory, Mapped<Record>), Cont
     if !has_owner(&file).map_err(|error| ControlError::io("look at", &path, error))? {
         return Err(missing());
     }
-    let bytes = read_copy(&file).map_err(|error| ControlError::io("read", &path, error))?;
+    let bytes = read_copy(&file, RECORD_BYTES).map_err(|error| ControlError::io("read", &path, error))?;
     check_header(&bytes).map_err(unreadable)?;
     let record = Mapped::new(&file).map_err(|error| ControlError::io("map", &path, error))?;
     Ok((directory, record))

@@ -10,7 +10,6 @@ use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::error::{ControlError, RecordError};
-use crate::layout::RECORD_BYTES;
 
 /// Others hold a stale file's lock for microseconds while they look at it; the owner holds it for its whole life.
 const LOCK_ATTEMPTS: u32 = 20;
@@ -134,6 +133,11 @@ impl Directory {
         }
     }
 
+    /// Gives a file its name, which whoever has it loses.
+    pub(crate) fn replace(&self, from: &str, to: &str) -> io::Result<()> {
+        Ok(rustix::fs::renameat(&self.fd, from, &self.fd, to)?)
+    }
+
     /// Gives the locked file `from` the name `to`. A stale record of that name makes way; false where a live one has it.
     pub(crate) fn publish(&self, from: &str, to: &str) -> Result<bool, ControlError> {
         for _ in 0..LOCK_ATTEMPTS {
@@ -195,9 +199,9 @@ pub(crate) fn has_owner(file: &File) -> io::Result<bool> {
     }
 }
 
-/// A copy of the file's first bytes: one more than a record has, so that a longer file shows.
-pub(crate) fn read_copy(file: &File) -> io::Result<Vec<u8>> {
-    let mut bytes = vec![0; RECORD_BYTES + 1];
+/// A copy of the file's first bytes: one more than what it should have, so that a longer file shows.
+pub(crate) fn read_copy(file: &File, expected_bytes: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; expected_bytes + 1];
     let mut filled = 0;
     while filled < bytes.len() {
         match file.read_at(&mut bytes[filled..], filled as u64) {

@@ -164,8 +164,8 @@ pub(crate) fn check_header(bytes: &[u8]) -> Result<(), RecordError> {
     Ok(())
 }
 
-/// Checks every field of a copy of the record at `path`.
-pub(crate) fn decode(bytes: &[u8], path: &Path) -> Result<InstanceView, RecordError> {
+/// Checks every field of a copy of the record at `path`, whose file has this inode.
+pub(crate) fn decode(bytes: &[u8], path: &Path, inode: u64) -> Result<InstanceView, RecordError> {
     check_header(bytes)?;
     let pid = u32::try_from(get_word(bytes, offset_of!(Record, pid)));
     let mut pools = Vec::new();
@@ -202,6 +202,7 @@ pub(crate) fn decode(bytes: &[u8], path: &Path) -> Result<InstanceView, RecordEr
         start_unix_ns: get_word(bytes, offset_of!(Record, start_unix_ns)),
         heartbeat: get_word(bytes, offset_of!(Record, heartbeat)),
         pools,
+        inode,
     })
 }
 
@@ -247,7 +248,7 @@ mod tests {
     }
 
     fn read(bytes: &[u8]) -> Result<InstanceView, RecordError> {
-        decode(bytes, Path::new("/x/llama.kvc"))
+        decode(bytes, Path::new("/x/llama.kvc"), 5)
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //!   of a file may remove its name, and a name is only ever taken while it is free, so that no two processes can undo each other.
 //! * **Fork.** A child that forks without exec shares the owner's lock: the record counts as alive until the child has ended too.
 //!   A child never removes its parent's record.
+//! * **Sidecar.** What an instance counts and times lies beside its record ([`Metrics`]), with a version of its own.
 //! * **Trust.** Readers copy the file and check every field; they never map it. A mangled file is a [`RecordError`], never a signal.
 #![deny(unsafe_code)]
 
@@ -21,6 +22,7 @@ mod layout;
 mod list;
 #[allow(unsafe_code)] // the one place: views a mapped file as atomics
 mod mapping;
+mod metrics;
 mod record;
 mod terms;
 mod text;
@@ -31,6 +33,9 @@ pub use directory::default_dir;
 pub use error::{ControlError, RecordError};
 pub use layout::{MAX_POOL_ROWS, RECORD_BYTES, RECORD_VERSION};
 pub use list::{InstanceView, Listed, PoolView, list};
+pub use metrics::{
+    Counter, Family, Kind, Metrics, MetricsView, Named, Sample, Timer, TimerView, Value, families, metrics,
+};
 pub use record::{InstanceRecord, PoolRow};
 pub use terms::{Answered, Asked, Change, Outcome, Terms};
 pub use text::MAX_TEXT_BYTES;

@@ -1,12 +1,14 @@
 //! All instances of a directory, as others see them.
 
 use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use crate::directory::{Directory, Removal, has_owner, read_copy};
 use crate::error::{ControlError, RecordError};
-use crate::layout::{check_header, decode, settled_revision};
+use crate::layout::{RECORD_BYTES, check_header, decode, settled_revision};
+use crate::metrics;
 use crate::record::is_temporary;
 use crate::terms::{Outcome, Terms};
 use crate::text::instance_of;
@@ -59,6 +61,8 @@ pub struct InstanceView {
     pub cached_bytes: u64,
     /// Its pools, at most [`crate::MAX_POOL_ROWS`].
     pub pools: Vec<PoolView>,
+    /// Of its record.
+    pub(crate) inode: u64,
 }
 
 /// Figures of one pool, bytes.
@@ -104,6 +108,8 @@ pub fn list(dir: &Path) -> Result<Vec<Listed>, ControlError> {
     for file_name in file_names {
         if is_temporary(&file_name) {
             remove_abandoned(&directory, &file_name);
+        } else if metrics::is_sidecar(&file_name) {
+            metrics::remove_unowned(&directory, &file_name);
         } else if let Some(name) = instance_of(&file_name) {
             match look_at(&directory, &file_name, name) {
                 Ok(None) => {}
@@ -120,11 +126,11 @@ fn look_at(directory: &Directory, file_name: &str, name: &str) -> Result<Option<
     let Some(file) = directory.open_file(file_name)? else { return Ok(None) };
     if !has_owner(&file)? {
         // What is no record of ours is not ours to remove.
-        check_header(&read_copy(&file)?)?;
+        check_header(&read_copy(&file, RECORD_BYTES)?)?;
         directory.remove_unowned(&file, file_name)?;
         return Ok(None);
     }
-    let view = decode(&read_settled(&file)?, &directory.join(file_name))?;
+    let view = decode(&read_settled(&file)?, &directory.join(file_name), file.metadata()?.ino())?;
     if view.name != name {
         return Err(RecordError::NameMismatch { found: view.name });
     }
@@ -133,10 +139,10 @@ fn look_at(directory: &Directory, file_name: &str, name: &str) -> Result<Option<
 
 /// A copy during which no row changed its name.
 fn read_settled(file: &File) -> Result<Vec<u8>, RecordError> {
-    let mut bytes = read_copy(file)?;
+    let mut bytes = read_copy(file, RECORD_BYTES)?;
     for _ in 0..READ_ATTEMPTS {
         check_header(&bytes)?;
-        let again = read_copy(file)?;
+        let again = read_copy(file, RECORD_BYTES)?;
         check_header(&again)?;
         if settled_revision(&bytes).is_some() && settled_revision(&bytes) == settled_revision(&again) {
             return Ok(bytes);

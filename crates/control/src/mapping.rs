@@ -8,6 +8,7 @@ use memmap2::{MmapOptions, MmapRaw};
 
 use crate::budget::layout::BudgetRecord;
 use crate::layout::Record;
+use crate::metrics::layout::Sidecar;
 
 /// A type that a mapped file may be seen as: `repr(C)`, of atomic integers alone, for which all bits are valid, and aligned to at
 /// most a page.
@@ -50,3 +51,5 @@ impl<T: Shareable> Mapped<T> {
 unsafe impl Shareable for Record {}
 // SAFETY: `repr(C)`, of atomic integers alone.
 unsafe impl Shareable for BudgetRecord {}
+// SAFETY: `repr(C)`, of atomic integers alone.
+unsafe impl Shareable for Sidecar {}

@@ -12,8 +12,9 @@ use rustix::fs::FlockOperation;
 
 use crate::directory::{Directory, read_copy};
 use crate::error::ControlError;
-use crate::layout::{Control, MAX_POOL_ROWS, Record, decode, encode};
+use crate::layout::{Control, MAX_POOL_ROWS, RECORD_BYTES, Record, decode, encode};
 use crate::mapping::Mapped;
+use crate::metrics::{Beside, Metrics};
 use crate::terms::{Asked, Outcome, Terms};
 use crate::text::{check_name, check_text, file_name};
 use crate::{ask, bell};
@@ -25,13 +26,21 @@ pub struct InstanceRecord {
     path: PathBuf,
     name: String,
     shared: Arc<Shared>,
-    /// None once closed. The file holds the lock.
-    open: Mutex<Option<(Directory, File)>>,
+    /// None once closed.
+    open: Mutex<Option<Open>>,
+}
+
+/// Both files hold a lock.
+struct Open {
+    directory: Directory,
+    file: File,
+    sidecar: Beside,
 }
 
 /// What rows need after the record was closed.
 pub(crate) struct Shared {
     mapped: Mapped<Record>,
+    metrics: Metrics,
     name: String,
     inode: u64,
     owner_pid: u32,
@@ -74,34 +83,32 @@ impl InstanceRecord {
         let file = directory
             .create_locked(&temporary)
             .map_err(|error| ControlError::io("create", &directory.join(&temporary), error))?;
-        match fill_and_publish(
-            &directory,
-            &file,
-            &temporary,
-            &encode(name, engine, device, std::process::id(), now_unix_ns(), terms),
-            name,
-        ) {
-            Ok(mapped) => {
-                let shared = Shared {
-                    mapped,
-                    name: name.to_owned(),
-                    inode: file.metadata().map_err(|error| ControlError::io("look at", &path, error))?.ino(),
-                    owner_pid: std::process::id(),
-                    rows: Mutex::default(),
-                };
-                Ok(Self {
-                    path,
-                    name: name.to_owned(),
-                    shared: Arc::new(shared),
-                    open: Mutex::new(Some((directory, file))),
-                })
-            }
+        let bytes = encode(name, engine, device, std::process::id(), now_unix_ns(), terms);
+        let mapped = match fill_and_publish(&directory, &file, &temporary, &bytes, name) {
+            Ok(mapped) => mapped,
             Err(error) => {
                 // The first error is the one to tell; `list` removes what may be left.
                 let _ = directory.remove_locked(&file, &temporary);
-                Err(error)
+                return Err(error);
             }
-        }
+        };
+        // From here on the name is ours, and what fails leaves a file without an owner.
+        let inode = file.metadata().map_err(|error| ControlError::io("look at", &path, error))?.ino();
+        let (sidecar, metrics) = Beside::create(&directory, name, inode)?;
+        let shared = Shared {
+            mapped,
+            metrics,
+            name: name.to_owned(),
+            inode,
+            owner_pid: std::process::id(),
+            rows: Mutex::default(),
+        };
+        Ok(Self {
+            path,
+            name: name.to_owned(),
+            shared: Arc::new(shared),
+            open: Mutex::new(Some(Open { directory, file, sidecar })),
+        })
     }
 
     /// A row for a pool of this name, all figures zero.
@@ -174,6 +181,11 @@ impl InstanceRecord {
         bell::ring(&self.shared.control().bell);
     }
 
+    /// What this instance counts.
+    pub fn metrics(&self) -> &Metrics {
+        &self.shared.metrics
+    }
+
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.shared
     }
@@ -197,7 +209,8 @@ impl InstanceRecord {
             }
             return;
         }
-        let Some((directory, file)) = lock(&self.open).take() else { return };
+        let Some(Open { directory, file, sidecar }) = lock(&self.open).take() else { return };
+        sidecar.remove(&directory); // first: afterwards the name may be another's
         // A failure leaves a file without an owner, which the next `list` or `create` removes.
         let _ = directory.remove_locked(&file, &file_name(&self.name));
         // Not left to the end of `file`: the mapping, and forked children, share the lock.
@@ -240,6 +253,11 @@ impl Shared {
 }
 
 impl PoolRow {
+    /// What the pool's instance counts.
+    pub fn metrics(&self) -> &Metrics {
+        &self.row.shared.metrics
+    }
+
     /// Publishes the pool's figures, bytes. Atomic stores only: no system call, no lock.
     pub fn set(&self, used_bytes: u64, reserved_bytes: u64, virtual_bytes: u64, quarantined_bytes: u64) {
         let record = self.row.shared.mapped.record();
@@ -294,8 +312,9 @@ fn fill_and_publish(
         return Ok(mapped);
     }
     let path = directory.join(&file_name);
-    let holder = directory.open_file(&file_name).ok().flatten().and_then(|file| read_copy(&file).ok());
-    let pid = holder.and_then(|bytes| decode(&bytes, &path).ok()).map(|view| view.pid);
+    let holder =
+        directory.open_file(&file_name).ok().flatten().and_then(|file| read_copy(&file, RECORD_BYTES).ok());
+    let pid = holder.and_then(|bytes| decode(&bytes, &path, 0).ok()).map(|view| view.pid);
     Err(ControlError::NameTaken { name: name.to_owned(), pid, path })
 }
 
@@ -339,6 +358,7 @@ mod tests {
         let child_sees = Shared {
             mapped: Mapped::new(&std::fs::File::options().read(true).write(true).open(&path).unwrap())
                 .unwrap(),
+            metrics: Metrics::default(),
             name: "parent".to_owned(),
             inode: 0,
             owner_pid: std::process::id() + 1,
@@ -352,7 +372,7 @@ mod tests {
         assert!(matches!(refused, ControlError::Forked { owner, .. } if owner == std::process::id() + 1));
         drop(PoolRow { row: Arc::new(OwnedRow { shared: Arc::clone(&record.shared), index: 0 }) });
         // A real child shares the open file, and with it the lock.
-        let shared_lock = lock(&record.open).as_ref().unwrap().1.try_clone().unwrap();
+        let shared_lock = lock(&record.open).as_ref().unwrap().file.try_clone().unwrap();
         record.close();
         record.close();
         drop(record);

@@ -203,7 +203,7 @@ fn a_live_name_is_taken() {
         )
     );
     assert_eq!(instances(dir)[0].pid, owner.0.id());
-    assert_eq!(fs::read_dir(dir).unwrap().count(), 1, "the refused one leaves nothing");
+    assert_eq!(fs::read_dir(dir).unwrap().count(), 2, "record and sidecar: the refused one leaves nothing");
 }
 
 #[test]

@@ -2,14 +2,14 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use super::layout::{BUDGET_BYTES, BudgetRecord, check, encode};
-use crate::directory::Directory;
+use crate::directory::{Directory, read_copy};
 use crate::error::{ControlError, RecordError};
 use crate::mapping::Mapped;
 use crate::record::temporary_name;
@@ -50,7 +50,7 @@ pub(super) fn open(
         if !is_named(directory, &file, &name).map_err(|error| ControlError::io("look at", &path, error))? {
             continue; // its last instance went meanwhile
         }
-        let bytes = read(&file).map_err(|error| ControlError::io("read", &path, error))?;
+        let bytes = read_copy(&file, BUDGET_BYTES).map_err(|error| ControlError::io("read", &path, error))?;
         check(&bytes, device).map_err(unreadable)?;
         let record = Mapped::new(&file).map_err(|error| ControlError::io("map", &path, error))?;
         return Ok((file, record));
@@ -104,18 +104,4 @@ fn is_named(directory: &Directory, file: &File, name: &str) -> std::io::Result<b
         Err(RecordError::Io(error)) => Err(error),
         Err(_) => Ok(false),
     }
-}
-
-/// A copy of the file's first bytes: one more than a record has, so that a longer file shows.
-pub(super) fn read(file: &File) -> std::io::Result<Vec<u8>> {
-    let mut bytes = vec![0; BUDGET_BYTES + 1];
-    let mut filled = 0;
-    while filled < bytes.len() {
-        match file.read_at(&mut bytes[filled..], filled as u64)? {
-            0 => break,
-            count => filled += count,
-        }
-    }
-    bytes.truncate(filled);
-    Ok(bytes)
 }

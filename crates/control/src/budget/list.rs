@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
-use super::file::{device_of, file_name, read};
-use super::layout::{BudgetRecord, Slot, check};
+use super::file::{device_of, file_name};
+use super::layout::{BUDGET_BYTES, BudgetRecord, Slot, check};
 use super::share::{lives, now_ns};
-use crate::directory::Directory;
+use crate::directory::{Directory, read_copy};
 use crate::error::{ControlError, RecordError};
 use crate::mapping::Mapped;
 use crate::text::check_name;
@@ -56,7 +56,21 @@ pub struct MemberView {
 impl BudgetView {
     /// What is charged to all instances.
     pub fn granted_bytes(&self) -> u64 {
-        self.members.iter().fold(0, |sum, member| sum.saturating_add(member.granted_bytes))
+        self.sum(|member| member.granted_bytes)
+    }
+
+    /// What nobody has, whatever is guaranteed.
+    pub fn free_bytes(&self) -> u64 {
+        self.budget_bytes.saturating_sub(self.granted_bytes())
+    }
+
+    /// What instances were refused and wait for.
+    pub fn shortage_bytes(&self) -> u64 {
+        self.sum(|member| member.shortage_bytes)
+    }
+
+    fn sum(&self, bytes: impl Fn(&MemberView) -> u64) -> u64 {
+        self.members.iter().fold(0, |sum, member| sum.saturating_add(bytes(member)))
     }
 }
 
@@ -85,7 +99,7 @@ pub fn budgets(dir: &Path) -> Result<Vec<BudgetListed>, ControlError> {
 /// None for a file that went while we looked, and one by which nobody lives.
 fn look_at(directory: &Directory, device: &str) -> Result<Option<BudgetView>, RecordError> {
     let Some(file) = directory.open_file_to_write(&file_name(device))? else { return Ok(None) };
-    check(&read(&file)?, device)?;
+    check(&read_copy(&file, BUDGET_BYTES)?, device)?;
     let mapped = Mapped::<BudgetRecord>::new(&file)?;
     let (record, now) = (mapped.record(), now_ns());
     let live = record.slots.iter().filter(|slot| slot.is_taken() && lives(directory, slot));

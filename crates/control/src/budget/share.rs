@@ -14,7 +14,7 @@ use super::layout::{BudgetRecord, Slot};
 use crate::bell;
 use crate::directory::{Directory, has_owner, read_copy};
 use crate::error::ControlError;
-use crate::layout::check_header;
+use crate::layout::{RECORD_BYTES, check_header};
 use crate::mapping::Mapped;
 use crate::record::{InstanceRecord, Shared};
 use crate::text::{check_name, file_name as record_name};
@@ -403,7 +403,7 @@ fn ring(directory: &Directory, slot: &Slot) {
     let (name, inode) = slot.owner();
     let Ok(Some(file)) = directory.open_file_to_write(&record_name(&name)) else { return };
     let same = file.metadata().is_ok_and(|found| std::os::unix::fs::MetadataExt::ino(&found) == inode);
-    let whole = read_copy(&file).is_ok_and(|bytes| check_header(&bytes).is_ok());
+    let whole = read_copy(&file, RECORD_BYTES).is_ok_and(|bytes| check_header(&bytes).is_ok());
     if same
         && whole
         && let Ok(record) = Mapped::<crate::layout::Record>::new(&file)
