@@ -205,6 +205,10 @@ impl Mapper for Budgeted {
         self.inner.virtual_bytes()
     }
 
+    fn is_over_ranks(&self) -> bool {
+        self.inner.is_over_ranks()
+    }
+
     fn watch(&self, watcher: Watcher) {
         self.inner.watch(watcher);
     }

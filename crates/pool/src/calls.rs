@@ -1,7 +1,10 @@
 //! Driver calls: planned under the lock, made without it, recorded under it again.
 
+use std::time::Instant;
+
 use kvcached_ledger::{Ledger, TransitionError};
 
+use crate::counting::{MapCall, unmap_call};
 use crate::error::PoolError;
 use crate::mapper::{MapFailure, UnmapFailure};
 use crate::state::{Guard, Phase, Shared};
@@ -16,9 +19,12 @@ impl Shared {
         let ahead = state.is_of_pager();
         drop(state);
         let flight = Flight { shared: self };
+        let began = Instant::now();
         let mapped = if ahead { self.mapper.map_ahead(pages) } else { self.mapper.map(pages) };
-        let outcome = mapped.map(drop);
         flight.landed();
+        let call = MapCall { ahead, over_ranks: self.mapper.is_over_ranks(), time: began.elapsed() };
+        call.count(&self.metrics, mapped.as_ref().map(Vec::len));
+        let outcome = mapped.map(drop);
         if let Err(MapFailure::Quarantined { pages, source }) = &outcome {
             tracing::warn!(?pages, error = %source, "pages are lost: backing failed and could not be undone");
         }
@@ -46,8 +52,11 @@ impl Shared {
     ) -> Result<(Guard<'a>, Released), PoolError> {
         drop(state);
         let flight = Flight { shared: self };
+        let began = Instant::now();
         let failure = self.mapper.unmap(pages).err();
         flight.landed();
+        let over_ranks = self.mapper.is_over_ranks();
+        unmap_call(&self.metrics, pages.len(), failure.as_ref(), over_ranks, began.elapsed());
         let mut gone = pages.len();
         if let Some(UnmapFailure { quarantined, still_mapped, source, .. }) = &failure {
             gone = gone.saturating_sub(quarantined.len() + still_mapped.len());

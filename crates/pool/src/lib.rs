@@ -9,6 +9,7 @@ mod beside;
 mod budgeted;
 mod calls;
 mod config;
+mod counting;
 mod counts;
 mod error;
 mod fork;

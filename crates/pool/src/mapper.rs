@@ -47,6 +47,11 @@ pub trait Mapper: Send + Sync {
     /// Reserved addresses, bytes.
     fn virtual_bytes(&self) -> u64;
 
+    /// Whether several ranks do together what is asked: as one, or not at all.
+    fn is_over_ranks(&self) -> bool {
+        false
+    }
+
     /// Has `watcher` told, once and at once, when nobody knows any longer what is mapped: also while nothing is asked. By any
     /// thread. A mapper that has no such moment never tells.
     fn watch(&self, watcher: Watcher) {

@@ -1,6 +1,6 @@
 //! What a pool tells the outside about its memory.
 
-use kvcached_control::PoolRow;
+use kvcached_control::{Metrics, PoolRow};
 
 /// Bytes of one pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -22,6 +22,11 @@ pub struct Usage {
 pub trait Meter: Send + Sync {
     /// These figures hold from now on.
     fn publish(&self, usage: &Usage);
+
+    /// Where the pool counts what it does.
+    fn metrics(&self) -> Metrics {
+        Metrics::default()
+    }
 }
 
 /// A pool that nobody watches.
@@ -37,5 +42,9 @@ impl Meter for PoolRow {
     fn publish(&self, usage: &Usage) {
         let Usage { used_bytes, reserved_bytes, beside_bytes, virtual_bytes, quarantined_bytes } = *usage;
         self.set(used_bytes, reserved_bytes + beside_bytes, virtual_bytes, quarantined_bytes);
+    }
+
+    fn metrics(&self) -> Metrics {
+        PoolRow::metrics(self).clone()
     }
 }

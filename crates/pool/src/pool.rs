@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvcached_control::Counter;
 use kvcached_ledger::{ClaimPlan, Ledger};
 
 use crate::beside::Beside;
@@ -55,7 +56,8 @@ impl Pool {
         let bounds =
             Bounds { min: config.min_reserved_pages(page_bytes), max: config.max_reserved_pages(page_bytes) };
         let beside = Beside::at_start(mapper.held_beside());
-        let mut state = State::new(ledger, limit, Demand::new(bounds, Instant::now()), beside, meter);
+        let demand = Demand::new(bounds, Instant::now());
+        let mut state = State::new(ledger, limit, demand, beside, Arc::clone(&meter));
         state.pager.held_back = true;
         let shared = Arc::new(Shared {
             page_bytes,
@@ -66,6 +68,7 @@ impl Pool {
             state: Mutex::new(state),
             work: Condvar::new(),
             changed: Condvar::new(),
+            metrics: meter.metrics(),
             mapper,
         });
         let watched = Arc::downgrade(&shared);
@@ -168,11 +171,13 @@ impl Pool {
                     let (next, backing) = self.back(state, &pages, deadline, |_| false)?;
                     state = next;
                     if let Backing::Short(source) = backing {
+                        self.missed();
                         return Err(PoolError::Exhausted { pages: pages.len() as u32, source });
                     }
                 }
             }
         }
+        self.missed();
         let source = Cause::from("other threads keep the pages busy");
         Err(PoolError::Exhausted { pages: 1, source })
     }
@@ -251,7 +256,11 @@ impl Pool {
         match self.back_demand(state, n) {
             Ok(mut state) => {
                 state.wanted -= u64::from(n);
-                Ok(state.keep_on_hand(n))
+                let kept = state.keep_on_hand(n);
+                if kept < n {
+                    self.missed();
+                }
+                Ok(kept)
             }
             Err(error) => {
                 self.shared.lock()?.wanted -= u64::from(n);
@@ -386,12 +395,16 @@ impl Pool {
         }
         let wanted = need(&state.ledger);
         if state.ledger.available_blocks() < wanted {
+            self.missed();
             return Ok(None);
         }
         state.wanted += u64::from(wanted);
         let obtained = self.obtain_backing(state, need, take);
         if let Ok(mut state) = self.shared.lock() {
             state.wanted -= u64::from(wanted);
+        }
+        if let Ok(None) = obtained {
+            self.missed();
         }
         obtained
     }
@@ -427,6 +440,11 @@ impl Pool {
             }
         }
         Ok(None)
+    }
+
+    /// Somebody did not get in full what it asked for.
+    fn missed(&self) {
+        self.shared.metrics.add(Counter::AllocationMisses, 1);
     }
 
     /// [`Shared::back`], on demand of a caller. Where the device refuses while memory of this pool is on its way back, or came

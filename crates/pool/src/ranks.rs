@@ -52,6 +52,10 @@ impl Mapper for Ranks {
         Ranks::virtual_bytes(self)
     }
 
+    fn is_over_ranks(&self) -> bool {
+        true
+    }
+
     fn watch(&self, watcher: Watcher) {
         Ranks::watch(self, watcher);
     }

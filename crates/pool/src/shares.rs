@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvcached_control::{BudgetShare, ControlError, InstanceRecord};
+use kvcached_control::{BudgetShare, ControlError, InstanceRecord, Timer};
 
 use crate::budgeted::{Share, Waiter};
 use crate::mapper::Cause;
@@ -34,8 +34,15 @@ pub(crate) struct Room {
 
 #[derive(Default)]
 struct Shortages {
-    of: BTreeMap<Waiter, (u64, Instant)>,
+    of: BTreeMap<Waiter, Lack>,
     told: Option<(u64, Instant)>,
+}
+
+/// What one waiter lacks.
+struct Lack {
+    bytes: u64,
+    since: Instant,
+    renewed: Instant,
 }
 
 impl Shares {
@@ -118,8 +125,8 @@ impl Shares {
     fn tell(&self, shortages: &mut Shortages) -> u64 {
         let now = Instant::now();
         let live = |at: Instant| now.saturating_duration_since(at) < FORGOTTEN;
-        shortages.of.retain(|_, (bytes, at)| *bytes > 0 && live(*at));
-        let lacking: u64 = shortages.of.values().map(|(bytes, _)| bytes).sum();
+        shortages.of.retain(|_, lack| live(lack.renewed));
+        let lacking: u64 = shortages.of.values().map(|lack| lack.bytes).sum();
         // Nobody can help with what the limit refuses.
         let limit = self.record.terms().limit_bytes.unwrap_or(u64::MAX);
         let bytes = lacking.min(limit.saturating_sub(self.granted()));
@@ -163,8 +170,15 @@ impl Share for Shares {
     }
 
     fn short(&self, waiter: Waiter, bytes: u64) {
-        let mut shortages = self.shortages();
-        shortages.of.insert(waiter, (bytes, Instant::now()));
+        let (now, mut shortages) = (Instant::now(), self.shortages());
+        let since = shortages.of.get(&waiter).map(|lack| lack.since);
+        if bytes > 0 {
+            let since = since.unwrap_or(now);
+            shortages.of.insert(waiter, Lack { bytes, since, renewed: now });
+        } else if let Some(since) = since {
+            shortages.of.remove(&waiter);
+            self.record.metrics().time(Timer::Shortage, now.saturating_duration_since(since));
+        }
         self.tell(&mut shortages);
         drop(shortages);
         if bytes > 0 {

@@ -7,6 +7,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvcached_control::Metrics;
 use kvcached_ledger::{Ledger, PageCounts};
 
 use crate::beside::Beside;
@@ -28,6 +29,7 @@ pub(crate) struct Shared {
     pub patience: Duration,
     pub owner: Owner,
     pub counts: Counts,
+    pub metrics: Metrics,
     /// Never locked across a call of `mapper`.
     pub state: Mutex<State>,
     /// The pager waits here.

@@ -1,87 +1,16 @@
 //! A pool over the ranks of an engine: what the pool promises holds with the memory of all of them, whatever their drivers refuse.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::path::PathBuf;
+mod fake;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvcached_ipc::message::Member;
-use kvcached_ipc::{Directory, FTensorStore, RankServer, Ranks, RanksConfig};
-use kvcached_pool::{Layout, LimitState, Mapper, NoMeter, PageOrder, Pool, PoolConfig, PoolError};
+use fake::ranks::{Engine, M, PAGES, config, tensor};
+use kvcached_pool::{LimitState, NoMeter, Pool, PoolConfig, PoolError};
 use kvcached_vmm::sim::Sim;
-use kvcached_vmm::{Device, Driver, FTensor, Geometry, Options, Shape, Target};
 
-const PAGES: u32 = 6;
-/// Blocks of a page.
-const M: u32 = 4;
 const NO_PAGES: [u32; 0] = [];
-
-/// Ranks and who coordinates them, of one process.
-struct Engine {
-    tensors: Vec<Arc<FTensor>>,
-    servers: Vec<RankServer>,
-    ranks: Arc<Ranks>,
-    _base: tempfile::TempDir,
-}
-
-fn tensor(driver: Arc<dyn Driver>) -> Arc<FTensor> {
-    let granularity = driver.granularity();
-    let target = Target { page_bytes: Some(granularity), ..Target::new(granularity) };
-    let geometry = Geometry::solve(Shape::new(1, granularity / u64::from(M), 1), target).unwrap();
-    Arc::new(FTensor::reserve(driver, geometry, u64::from(PAGES * M), Options::default()).unwrap())
-}
-
-impl Engine {
-    fn new(tensors: Vec<Arc<FTensor>>) -> Self {
-        let base = tempfile::tempdir().unwrap();
-        let directory = Directory::create(&base.path().join("d")).unwrap();
-        let mut addresses: Vec<(Member, PathBuf)> = vec![];
-        let mut servers = vec![];
-        for (number, tensor) in tensors.iter().enumerate() {
-            // Two stages, so that both numbers count.
-            let member = Member { stage: number as u16 / 2, rank: number as u16 % 2 };
-            let server = RankServer::bind(member, &directory).unwrap();
-            server.add_group(3, Arc::new(FTensorStore::new(Arc::clone(tensor)))).unwrap();
-            addresses.push((member, server.address().to_path_buf()));
-            servers.push(server);
-        }
-        let config = RanksConfig { group: 3, epoch: 1, keep: vec![], timeout: Duration::from_secs(10) };
-        let ranks = Arc::new(Ranks::connect(&addresses, config).unwrap());
-        Engine { tensors, servers, ranks, _base: base }
-    }
-
-    fn on_host(ranks: usize) -> Self {
-        Self::new((0..ranks).map(|_| tensor(kvcached_vmm::open(Device::Host).unwrap())).collect())
-    }
-
-    fn pool(&self, config: PoolConfig) -> Result<Pool, PoolError> {
-        Pool::new(config, Arc::clone(&self.ranks) as Arc<dyn Mapper>, Arc::new(NoMeter))
-    }
-
-    /// The pages of all ranks, which are the same.
-    #[track_caller]
-    fn mapped(&self) -> Vec<u32> {
-        let mapped: Vec<_> = self.tensors.iter().map(|tensor| tensor.mapped_pages()).collect();
-        assert!(mapped.windows(2).all(|pair| pair[0] == pair[1]), "{mapped:?}");
-        mapped[0].clone()
-    }
-}
-
-fn config() -> PoolConfig {
-    PoolConfig {
-        layout: Layout {
-            num_blocks: PAGES * M,
-            blocks_per_page: M,
-            ids_per_page: M,
-            order: PageOrder::LowestFirst,
-        },
-        null_block: false,
-        async_sched: false,
-        min_reserved_bytes: 0,
-        max_reserved_bytes: 0,
-        patience: PoolConfig::PATIENCE,
-    }
-}
 
 fn settle(pool: &Pool) {
     assert!(pool.quiesce(Duration::from_secs(10)).unwrap());
@@ -90,7 +19,7 @@ fn settle(pool: &Pool) {
 #[test]
 fn memory_comes_and_goes_on_all_ranks() {
     let engine = Engine::on_host(4);
-    let pool = engine.pool(config()).unwrap();
+    let pool = engine.pool(config(), Arc::new(NoMeter)).unwrap();
     assert_eq!(engine.mapped(), NO_PAGES);
     let ids = pool.alloc(2 * M + 1).unwrap().unwrap();
     assert_eq!(engine.mapped(), [0, 1, 2]);
@@ -120,7 +49,7 @@ fn the_null_block_and_the_reserve_are_backed_on_all_ranks() {
     let reserve = 2 * engine.ranks.page_bytes();
     let config =
         PoolConfig { null_block: true, min_reserved_bytes: reserve, max_reserved_bytes: reserve, ..config() };
-    let pool = engine.pool(config).unwrap();
+    let pool = engine.pool(config, Arc::new(NoMeter)).unwrap();
     assert_eq!(engine.mapped(), [0, 1, 2]);
     assert_eq!(pool.trim().unwrap(), reserve);
     assert_eq!(engine.mapped(), [0]);
@@ -131,7 +60,7 @@ fn the_null_block_and_the_reserve_are_backed_on_all_ranks() {
 #[test]
 fn epochs_hold_memory_on_all_ranks() {
     let engine = Engine::on_host(2);
-    let pool = engine.pool(PoolConfig { async_sched: true, ..config() }).unwrap();
+    let pool = engine.pool(PoolConfig { async_sched: true, ..config() }, Arc::new(NoMeter)).unwrap();
     let ids = pool.alloc(M).unwrap().unwrap();
     let epoch = pool.begin_epoch().unwrap();
     pool.free(&ids).unwrap();
@@ -145,7 +74,7 @@ fn epochs_hold_memory_on_all_ranks() {
 #[test]
 fn threads_allocate_and_free_over_ranks() {
     let engine = Engine::on_host(3);
-    let pool = engine.pool(config()).unwrap();
+    let pool = engine.pool(config(), Arc::new(NoMeter)).unwrap();
     std::thread::scope(|scope| {
         for n in 1..=3 {
             let pool = &pool;
@@ -184,7 +113,7 @@ fn a_rank_whose_driver_fails_any_call_stays_equal_to_the_others() {
     for k in 1.. {
         let sims: Vec<Arc<Sim>> = (0..3).map(|_| Sim::new()).collect();
         let engine = Engine::new(sims.iter().map(|sim| tensor(sim.clone())).collect());
-        let pool = engine.pool(config()).unwrap();
+        let pool = engine.pool(config(), Arc::new(NoMeter)).unwrap();
         sims[1].heal();
         sims[1].fail_at(k);
         work(&pool);
@@ -238,7 +167,7 @@ fn a_rank_whose_driver_fails_any_call_stays_equal_to_the_others() {
 fn a_rank_that_is_short_of_memory_is_load() {
     let sims: Vec<Arc<Sim>> = (0..2).map(|_| Sim::new()).collect();
     let engine = Engine::new(sims.iter().map(|sim| tensor(sim.clone())).collect());
-    let pool = engine.pool(config()).unwrap();
+    let pool = engine.pool(config(), Arc::new(NoMeter)).unwrap();
     sims[1].set_budget(2 * engine.ranks.page_bytes());
     assert_eq!(pool.alloc(3 * M).unwrap(), None);
     assert_eq!(engine.mapped(), NO_PAGES, "nothing stays on the rank that had it");
@@ -253,7 +182,7 @@ fn a_rank_that_is_short_of_memory_is_load() {
 #[test]
 fn a_rank_that_dies_breaks_the_pool_at_once_and_by_name() {
     let engine = Engine::on_host(3);
-    let pool = engine.pool(config()).unwrap();
+    let pool = engine.pool(config(), Arc::new(NoMeter)).unwrap();
     let ids = pool.alloc(M).unwrap().unwrap();
     engine.servers[2].stop(); // the first of the second stage
     let deadline = Instant::now() + Duration::from_secs(1);
@@ -283,6 +212,7 @@ fn a_pool_that_is_made_over_broken_ranks_is_refused() {
         assert!(Instant::now() < deadline);
         std::thread::yield_now();
     }
-    let refused = engine.pool(PoolConfig { null_block: true, ..config() }).map(drop).unwrap_err();
+    let refused =
+        engine.pool(PoolConfig { null_block: true, ..config() }, Arc::new(NoMeter)).map(drop).unwrap_err();
     assert!(matches!(refused, PoolError::StateConsistency { .. }), "{refused}");
 }

@@ -10,9 +10,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use kvcached_control::{Asked, InstanceRecord, Outcome, Terms};
+use kvcached_control::{Asked, Counter, InstanceRecord, Outcome, Terms, Timer};
 
 use crate::error::PoolError;
 use crate::fork::Owner;
@@ -195,18 +195,37 @@ impl Rounds {
                     self.house.record.answer(&asked, Outcome::Applied);
                 }
             }
-            Action::GiveIdle(bytes) => give_idle(pools, bytes),
-            Action::GiveCached(bytes) => {
-                // What that emptied may have become idle, or be on its way: gone when this returns, if it can be.
-                if self.house.with_cached(|cached| cached.give(bytes)) > 0 {
+            Action::GiveIdle(bytes) => {
+                self.reclaim(Counter::IdleBytesReclaimed, || give_idle(pools, bytes));
+            }
+            Action::GiveCached(bytes) => self.reclaim(Counter::CachedBytesReclaimed, || {
+                let emptied = self.house.with_cached(|cached| cached.give(bytes));
+                // That may have become idle, or be on its way: gone when this returns, if it can be.
+                if emptied > 0 {
                     give_idle(pools, bytes);
                 }
-            }
+                emptied
+            }),
             Action::GiveCache => {
                 self.cache_was_given = true;
-                self.house.with_cached(|cached| cached.give(u64::MAX));
+                let give = || self.house.with_cached(|cached| cached.give(u64::MAX));
+                self.reclaim(Counter::CachedBytesReclaimed, give);
             }
             Action::Look => pools.iter().for_each(|pool| pool.memory_freed()),
+        }
+    }
+
+    /// Has `give` give memory back, and counts the bytes that it says it gave.
+    fn reclaim(&self, from: Counter, give: impl FnOnce() -> u64) {
+        let (began, metrics) = (Instant::now(), self.house.record.metrics());
+        let given = give();
+        if given == 0 {
+            return;
+        }
+        metrics.add(from, given);
+        metrics.time(Timer::Reclaim, began.elapsed());
+        if from == Counter::CachedBytesReclaimed {
+            metrics.add(Counter::Evictions, 1);
         }
     }
 
@@ -266,8 +285,8 @@ fn idle_bytes(pools: &[Arc<Pool>]) -> u64 {
     pools.iter().map(|pool| pool.idle_bytes()).sum()
 }
 
-/// Has the pools give back so many idle bytes, where they have that many.
-fn give_idle(pools: &[Arc<Pool>], bytes: u64) {
+/// Has the pools give back so many idle bytes, where they have that many; returns what went.
+fn give_idle(pools: &[Arc<Pool>], bytes: u64) -> u64 {
     let mut given = 0;
     // One that is leaving is waited for; one that serves no more has neither.
     for pool in pools.iter().filter(|pool| pool.idle_bytes() + pool.leaving_bytes() > 0) {
@@ -277,6 +296,7 @@ fn give_idle(pools: &[Arc<Pool>], bytes: u64) {
             Err(error) => tracing::warn!(%error, "a pool did not give idle memory back"),
         }
     }
+    given
 }
 
 /// Bytes that pools hold beyond the limit of these terms; the page of a null block stays under any.

@@ -24,6 +24,7 @@ macro_rules! without_memory {
 }
 
 pub mod gate;
+pub mod ranks;
 pub mod share;
 
 use std::collections::BTreeSet;
