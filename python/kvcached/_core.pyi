@@ -521,6 +521,18 @@ def instances() -> list[dict[str, Any]]:
 def budgets() -> list[dict[str, Any]]:
     """All devices that instances share: the fields of `kvcached.control.Budget`."""
 
+def metric_families(
+    instances: Sequence[str] | None = None,
+) -> list[
+    tuple[
+        str,
+        str,
+        Literal["gauge", "counter", "histogram"],
+        list[tuple[dict[str, str], int | tuple[list[tuple[float, int]], float]]],
+    ]
+]:
+    """What instances hold, count and time, of these names or all: the fields of `kvcached.observability.MetricFamily`."""
+
 def ask(
     name: str,
     *,

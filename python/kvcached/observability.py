@@ -1,14 +1,30 @@
-"""What this process's pools hold: pages, blocks, bytes. Those of all engines of the user are in `kvcached.control.instances`."""
+"""What this process's pools hold: pages, blocks, bytes; and what the engines of the user count and time.
+
+What those hold is in `kvcached.control.instances`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+
+from kvcached import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["Blocks", "Bytes", "Pages", "PoolSnapshot", "Since", "snapshot"]
+__all__ = [
+    "Blocks",
+    "Bytes",
+    "Histogram",
+    "MetricFamily",
+    "Pages",
+    "PoolSnapshot",
+    "Sample",
+    "Since",
+    "metrics",
+    "snapshot",
+]
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,51 @@ def snapshot() -> list[PoolSnapshot]:
         for manager in KVCacheManager.live()
     ]
     return engines + managers
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How long something took. `buckets`: bounds in seconds, the last one infinite, and how many took no longer than each. `sum`: seconds
+    of all.
+    """
+
+    buckets: tuple[tuple[float, int], ...]
+    sum: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One figure: of what, and how much."""
+
+    labels: Mapping[str, str]
+    value: int | Histogram
+
+
+@dataclass(frozen=True)
+class MetricFamily:
+    """Figures of one meaning, as Prometheus names them; docs/KVCTL.md lists them all."""
+
+    name: str
+    help: str
+    kind: Literal["gauge", "counter", "histogram"]
+    samples: tuple[Sample, ...]
+
+
+def metrics(instances: Sequence[str] | None = None) -> list[MetricFamily]:
+    """What all instances of this user, or those with these names, hold, count and time, and the budgets that they live by: the figures of
+    `kvctl metrics`. An instance that is not there has none.
+    """
+    return [
+        MetricFamily(name, meaning, kind, tuple(_sample(*each) for each in samples))
+        for name, meaning, kind, samples in _core.metric_families(instances)
+    ]
+
+
+def _sample(labels: dict[str, str], value: int | tuple[list[tuple[float, int]], float]) -> Sample:
+    if isinstance(value, int):
+        return Sample(labels, value)
+    buckets, total = value
+    return Sample(labels, Histogram(tuple(buckets), total))
 
 
 def _ending(

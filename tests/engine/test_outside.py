@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from conftest import prompt
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvcached import _core
 from kvcached.integration.vllm import interfaces
@@ -28,6 +29,13 @@ if __name__ == "__main__":
     sampling = vllm.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in outputs]), flush=True)
+    from fastapi import FastAPI
+    from starlette.testclient import TestClient
+    from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+    app = FastAPI()
+    attach_router(app)
+    attach_router(app)
+    print("METRICS", json.dumps(TestClient(app).get("/metrics").text), flush=True)
     print("LIST", flush=True)
     _core.kvctl(["list"])
 """
@@ -35,11 +43,11 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def outside(tmp_path, model_folder):
-    """Runs the program with these variables; returns its tokens and what `kvctl list` printed meanwhile."""
+    """Runs the program with these variables; returns its tokens, and what `kvctl list` and its /metrics showed meanwhile."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
 
-    def run(prompts: list[list[int]], **variables: str) -> tuple[list[list[int]], list[str]]:
+    def run(prompts: list[list[int]], **variables: str) -> tuple[list[list[int]], list[str], str]:
         environ = {k: v for k, v in os.environ.items() if "KVCACHED" not in k} | variables
         result = subprocess.run(
             [sys.executable, str(program), json.dumps([model_folder, prompts])],
@@ -53,7 +61,13 @@ def outside(tmp_path, model_folder):
         assert result.returncode == 0, result.stderr[-3000:]
         lines = result.stdout.splitlines()
         (tokens,) = [line for line in lines if line.startswith("TOKENS ")]
-        return json.loads(tokens.removeprefix("TOKENS ")), lines[lines.index("LIST") + 1 :]
+        (metrics,) = [line for line in lines if line.startswith("METRICS ")]
+        listed = lines[lines.index("LIST") + 1 :]
+        return (
+            json.loads(tokens.removeprefix("TOKENS ")),
+            listed,
+            json.loads(metrics.removeprefix("METRICS ")),
+        )
 
     return run
 
@@ -74,16 +88,24 @@ def test_one_variable_is_all(outside, native, how, capfd):
     prompts = [prompt(i, 30 + 40 * i) for i in range(4)]
     expected, _ = native(enable_prefix_caching=True).generate(prompts, max_tokens=16)
     name = f"outside-{os.getpid()}"
-    tokens, listed = outside(
+    tokens, listed, metrics = outside(
         prompts,
         ENABLE_KVCACHED="true",
         KVCACHED_STRICT="1",
         KVCACHED_IPC_NAME=name,
+        KVCACHED_PAGE_MB="2",
         **how,
     )
     assert tokens == expected
     (row,) = [line for line in listed if line.startswith(name)]
     assert " vllm 0." in row and " cpu " in row
+    shown = {family.name: family for family in text_string_to_metric_families(metrics)}
+    (mapped,) = shown["kvcached_mapped_pages"].samples
+    assert (mapped.name, mapped.labels["instance"]) == ("kvcached_mapped_pages_total", name)
+    assert mapped.value >= 1
+    times = {sample.labels.get("le"): sample.value for sample in shown["kvcached_map_seconds"].samples}
+    assert times["+Inf"] >= 1
+    assert shown["kvcached_virtual_bytes"].samples[0].value > 0
     _core.kvctl(["list"])
     assert name not in capfd.readouterr().out, "the record ends with its process"
 

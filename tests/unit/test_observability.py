@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvcached import KVCacheManager, observability, vmm_ops
+from kvcached import KVCacheManager, _core, observability, vmm_ops
 from kvcached.config import Settings
 from kvcached.integration.plan import Agreement
-from kvcached.observability import PoolSnapshot
+from kvcached.observability import Histogram, PoolSnapshot
 from tests.memories import reserved_memory
+from tests.ranges import host_range
 
 KIB = 1 << 10
 
@@ -40,6 +41,45 @@ def test_a_managers_numbers_follow_what_is_allocated(manager: KVCacheManager) ->
     assert after.since_start.backed_on_demand > 0
     manager.free(ids)
     assert observability.snapshot()[0].blocks.held == before.blocks.held
+
+
+@pytest.fixture
+def instance() -> Iterator[str]:
+    """Counts what a pool of one page in its record does: maps it, and misses."""
+    record = _core.InstanceRecord("counts", "test 1", "cpu", limit_bytes=5 << 20)
+    ftensor = host_range(num_blocks=4)
+    pool = _core.Pool(ftensor, record=record, pool_name="kv")
+    assert pool.alloc(4) is not None and pool.alloc(1) is None
+    yield record.name
+    pool.shutdown()
+    record.close()
+
+
+def test_what_an_instance_counts_is_shown_by_name_and_meaning(instance: str) -> None:
+    shown = {family.name: family for family in observability.metrics([instance])}
+    (mapped,) = shown["kvcached_mapped_pages_total"].samples
+    assert (mapped.labels, mapped.value) == ({"instance": instance, "engine": "test 1", "device": "cpu"}, 1)
+    (missed,) = shown["kvcached_allocation_misses_total"].samples
+    assert missed.value == 1
+    (used,) = shown["kvcached_used_bytes"].samples
+    assert (used.labels["pool"], used.value) == ("kv", 64 * KIB)
+    assert shown["kvcached_limit_bytes"].samples[0].value == 5 << 20
+    (mapping,) = shown["kvcached_map_seconds"].samples
+    assert isinstance(mapping.value, Histogram)
+    bounds = [bound for bound, _ in mapping.value.buckets]
+    counts = [count for _, count in mapping.value.buckets]
+    assert bounds == sorted(bounds) and bounds[0] == 16e-6 and bounds[-1] == float("inf")
+    assert counts == sorted(counts) and counts[-1] == 1 and 0 < mapping.value.sum < 10
+    assert {family.kind for family in shown.values()} == {"gauge", "counter", "histogram"}
+
+
+def test_only_the_instances_that_are_asked_for_are_shown(instance: str) -> None:
+    def of(names: list[str] | None) -> set[str]:
+        samples = [sample for family in observability.metrics(names) for sample in family.samples]
+        return {sample.labels["instance"] for sample in samples if "instance" in sample.labels}
+
+    assert of([instance, "nobody"]) == {instance} <= of(None)
+    assert observability.metrics(["nobody"]) == []
 
 
 def test_a_pool_that_was_shut_down_is_not_shown(manager: KVCacheManager) -> None:

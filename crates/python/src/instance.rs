@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvcached_control::{
-    BudgetListed, BudgetShare, Change, ControlError, InstanceRecord as Inner, Listed, Terms,
+    BudgetListed, BudgetShare, Change, ControlError, InstanceRecord as Inner, InstanceView, Listed, Terms,
+    Value,
 };
 use kvcached_pool::{Budgeted, CachePolicy, Cached, Mapper, Pool, PoolError, Share, Shares, Steward};
 use pyo3::prelude::*;
@@ -248,6 +249,35 @@ pub fn budgets(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
         row.set_item("budget_bytes", view.budget_bytes)?;
         row.set_item("members", members)?;
         rows.append(row)?;
+    }
+    Ok(rows)
+}
+
+/// (name, meaning, kind, samples) of each family; a sample is (labels, number), or (labels, ([(bound in s, count up to it)], sum in s)).
+#[pyfunction]
+#[pyo3(signature = (instances = None))]
+pub fn metric_families(py: Python<'_>, instances: Option<Vec<String>>) -> PyResult<Bound<'_, PyList>> {
+    let wanted = |view: &InstanceView| instances.as_ref().is_none_or(|names| names.contains(&view.name));
+    let found = py.detach(|| kvcached_control::families(&kvcached_control::default_dir(), wanted));
+    let rows = PyList::empty(py);
+    for family in found.map_err(|e| e.raise(py))? {
+        let samples = PyList::empty(py);
+        for sample in &family.samples {
+            let labels = PyDict::new(py);
+            for (name, value) in &sample.labels {
+                labels.set_item(name, value)?;
+            }
+            match &sample.value {
+                Value::Number(number) => samples.append((labels, number))?,
+                Value::Times(times) => {
+                    let seconds = |bound: Option<Duration>| bound.map_or(f64::INFINITY, |b| b.as_secs_f64());
+                    let buckets: Vec<(f64, u64)> =
+                        times.cumulative().map(|(bound, count)| (seconds(bound), count)).collect();
+                    samples.append((labels, (buckets, times.sum.as_secs_f64())))?;
+                }
+            }
+        }
+        rows.append((family.name, family.help, family.kind.as_str(), samples))?;
     }
     Ok(rows)
 }

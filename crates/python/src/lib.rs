@@ -107,7 +107,7 @@ mod _core {
     #[pymodule_export]
     use super::geometry::Geometry;
     #[pymodule_export]
-    use super::instance::{InstanceRecord, ask, budgets, instances, kvctl};
+    use super::instance::{InstanceRecord, ask, budgets, instances, kvctl, metric_families};
     #[pymodule_export]
     use super::pool::Pool;
     #[pymodule_export]

@@ -90,7 +90,11 @@ def patch_sets(name: str, version: str) -> list[PatchSet]:
         from vllm.platforms import current_platform
 
         device_type = "cuda" if current_platform.is_cuda() else "cpu"
-        return [vllm.scheduler_set(version), vllm.worker_set(version, device_type)]
+        return [
+            vllm.scheduler_set(version),
+            vllm.worker_set(version, device_type),
+            vllm.front_end_set(version),
+        ]
     from kvcached.integration.sglang import seams as sglang
 
     supported("sglang", version, sglang.SUPPORTED)

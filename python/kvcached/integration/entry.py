@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvcached.integration.patching import Seam
 
-__all__ = ["Entry", "put_in_place", "start"]
+__all__ = ["Entry", "put_in_place", "start", "wanted"]
 
 logger = logging.getLogger("kvcached")
 
@@ -47,7 +47,7 @@ class Entry:
 
     def register(self) -> None:
         """`install`, if this environment asks for it. Called any number of times."""
-        if _wanted():
+        if wanted():
             self.install()
 
     def install(self) -> None:
@@ -135,7 +135,8 @@ def put_in_place(
         raise
 
 
-def _wanted() -> bool:
+def wanted() -> bool:
+    """Whether this environment asks for kvcached in the engines that it starts."""
     try:
         settings = Settings.from_env()
     except KVCachedConfigError:

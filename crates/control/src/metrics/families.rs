@@ -35,6 +35,17 @@ pub enum Kind {
     Histogram,
 }
 
+impl Kind {
+    /// The name, as Prometheus has it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Kind::Gauge => "gauge",
+            Kind::Counter => "counter",
+            Kind::Histogram => "histogram",
+        }
+    }
+}
+
 /// One figure.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]

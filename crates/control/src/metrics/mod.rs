@@ -86,9 +86,17 @@ impl MetricsView {
 }
 
 impl TimerView {
+    /// How many took no longer than each bound; the last: all of them.
+    pub fn cumulative(&self) -> impl Iterator<Item = (Option<Duration>, u64)> {
+        self.buckets.iter().scan(0u64, |sum, (bound, count)| {
+            *sum = sum.saturating_add(*count);
+            Some((*bound, *sum))
+        })
+    }
+
     /// How many times there are.
     pub fn count(&self) -> u64 {
-        self.buckets.iter().fold(0, |sum, (_, count)| sum.saturating_add(*count))
+        self.cumulative().last().map_or(0, |(_, count)| count)
     }
 }
 

@@ -18,7 +18,7 @@ from kvcached.integration.memory import EngineMemory
 from kvcached.integration.patching import Seam, Versions
 from kvcached.integration.rank import RankMemory
 from kvcached.integration.remote import RemoteRanks
-from kvcached.integration.vllm import native, ranks, refusals, seams
+from kvcached.integration.vllm import metrics, native, ranks, refusals, seams
 
 if TYPE_CHECKING:
     from kvcached.integration.launch import Launch
@@ -97,6 +97,11 @@ def patch_sets(
     return [_scheduler_set(version)] * scheduler + [_worker_set(version, device_type)] * worker
 
 
+@functools.cache
+def _front_end_set() -> PatchSet:
+    return seams.front_end_set(_version())
+
+
 _scheduler_set = functools.cache(seams.scheduler_set)
 _worker_set = functools.cache(seams.worker_set)
 
@@ -137,9 +142,12 @@ def register() -> None:
     """Put the seams in place, if this environment asks for it. Called any number of times."""
     for each in _ENTRIES:
         each.register()
+    if entry.wanted():
+        metrics.install(_front_end_set, _version)
 
 
 def install() -> None:
     """Put the seams in place as soon as vLLM is imported; now, if it already is."""
     for each in _ENTRIES:
         each.install()
+    metrics.install(_front_end_set, _version)

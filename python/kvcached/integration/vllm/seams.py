@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvcached.integration.patching import PatchSet, Seam, Versions, supported
-from kvcached.integration.vllm import allocation, block_pool, capacity, release, warmup
+from kvcached.integration.vllm import allocation, block_pool, capacity, metrics, release, warmup
 
-__all__ = ["SUPPORTED", "scheduler_set", "worker_set"]
+__all__ = ["SUPPORTED", "front_end_set", "scheduler_set", "worker_set"]
 
 V26 = Versions("0.26", "0.27")
 V29 = Versions("0.29", "0.30")
@@ -44,6 +44,26 @@ def worker_set(version: str, device_type: str) -> PatchSet:
     if device_type == "cuda":
         seams += _gpu_worker(versions)
     return PatchSet("vllm", seams)
+
+
+def front_end_set(version: str) -> PatchSet:
+    """The seam of the process that answers requests. Of no consequence for an engine: it is put in place by itself.
+
+    Args:
+        version: vLLM's.
+
+    Raises:
+        SeamError: a version that we do not carry.
+    """
+    registry = Seam(
+        f"{metrics.MODULE}:get_prometheus_registry",
+        metrics.with_our_figures,
+        (),
+        supported("vllm", version, SUPPORTED),
+        "what /metrics shows: with what the KV caches of the engines do",
+        also_rebind=True,
+    )
+    return PatchSet("vllm", [registry])
 
 
 def _executor(versions: Versions) -> list[Seam]:
