@@ -119,6 +119,12 @@ def prompts(seed: int, count: int, tokens: int) -> Tokens:
     return [[source.randrange(3, 1000) for _ in range(tokens)] for _ in range(count)]
 
 
+def seed_of(line: str) -> int:
+    """Of the prompts that a line on standard input asks for."""
+    last = line.split()[-1:]
+    return int(last[0]) if last and last[0].isdigit() else 1
+
+
 def digest(tokens: Tokens) -> str:
     """Short name of a pass's tokens."""
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
@@ -163,7 +169,9 @@ def parse(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to try the scripts, with --size tiny"
     )
     parser.add_argument(
-        "--on-command", action="store_true", help="begin each pass when a line comes on standard input"
+        "--on-command",
+        action="store_true",
+        help="begin each pass when a line comes on standard input; a number at its end is the seed of other prompts",
     )
     parser.add_argument("--tokens-out", type=pathlib.Path, help="folder for the tokens of every pass")
     arguments(parser)
@@ -192,8 +200,10 @@ def drive(args: argparse.Namespace, start: Callable[[argparse.Namespace, str], E
         # Engines reset their estimates when they are idle: every run begins its passes from there, however long the
         # row before took to print.
         time.sleep(SETTLE_S)
-        if args.on_command and not sys.stdin.readline():
-            break
+        if args.on_command:
+            if not (line := sys.stdin.readline()):
+                break
+            requests = prompts(seed_of(line), args.requests, args.input_tokens)
         with PeakMemory() as peak:
             begin = time.perf_counter()
             answer = engine.generate(requests, args.output_tokens)

@@ -5,7 +5,7 @@
 Neither engine could have that much for itself on a card cut in two. Both start once and stay; one bursts while the other idles and holds only
 its reserve. Then each runs the same bursts natively with the card to itself, and tokens are compared with those (bench.tables.compare: a claim
 only where native repeats itself). Every burst has the same prompts: between two of them the memory was the other engine's. Prefix caching is
-off in both: cached prefixes stay while there is room, and when they go back for a neighbour's sake is the rule of a later issue.
+off in both: what becomes of cached prefixes is shown by bench.sharing.
 
 The model is 1b-mha with random weights (demo/model.py): its 128 KiB of KV cache a token let little work fill a large card. 128 requests of 4,400
 tokens in and 128 out are 579,584 tokens, 70.8 GiB, of the 125-130 GiB that two engines leave of 140. They are all in flight at
@@ -17,153 +17,19 @@ Written into --out: two.json, two.png (mapped KV memory of both by `kvctl list -
 from __future__ import annotations
 
 import argparse
-import collections
-import contextlib
 import json
-import os
 import pathlib
-import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench import harness, tables
-from bench.matrix import KVCACHED, command_of, environment_of, site_of
-from bench.processes import ROOT, end_group
-from demo.sampler import MARK
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from bench.sessions import Sample, Sampler, Session
 
 GIB = 2**30
 COLOURS = ("#0b7285", "#c2410c")
 DEVICE_COLOUR = "#8a8f98"
-POLL_S = 0.02
-END_LIMIT_S = 30
-
-
-class EngineGoneError(Exception):
-    """An engine's process is gone or silent; the message says where to look."""
-
-
-class Session:
-    """One engine's process, which begins a burst when told to."""
-
-    def __init__(self, engine: str, kind: str, args: argparse.Namespace) -> None:
-        self.label = f"{engine}-{kind}"
-        self.log = args.out / f"{self.label}.log"
-        self._limit_s = args.limit_s
-        self._tokens = args.out / "tokens"
-        self._rest = ""
-        self._rows: collections.deque[dict[str, Any]] = collections.deque()
-        (module, *options), extra = command_of(engine)
-        if kind == "ours":
-            extra = {**extra, **KVCACHED, "KVCACHED_IPC_NAME": self.label}
-        paths = [os.environ.get("PYTHONPATH", ""), *site_of(engine, args.sites)]
-        command = [sys.executable, "-m", module, *options, "--label", self.label, "--on-command"]
-        command += ["--prefix-caching", "off", "--tokens-out", str(self._tokens), *args.run_options]
-        with self.log.open("w") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment_of(paths, extra),
-                cwd=ROOT,
-                process_group=0,
-            )
-
-        self._reader = self.log.open(errors="replace")
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self, failed: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # it ends by itself, and its memory is free when it is gone
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if failed else END_LIMIT_S)
-        end_group(self._process)
-        self._reader.close()
-
-    def wait(self, event: str) -> dict[str, Any]:
-        """The next row of that event."""
-        deadline = time.monotonic() + self._limit_s
-        while time.monotonic() < deadline:
-            running = self._process.poll() is None
-            *lines, self._rest = (self._rest + self._reader.read()).split("\n")
-            self._rows.extend(json.loads(line[7:]) for line in lines if line.startswith("RESULT "))
-            while self._rows:
-                if (row := self._rows.popleft())["event"] == event:
-                    return row
-            if not running:
-                break
-            time.sleep(POLL_S)
-        end = "".join(
-            f"    | {line[:300]}\n" for line in self.log.read_text(errors="replace").split("\n")[-15:]
-        )
-        raise EngineGoneError(
-            f"{self.label}: no `{event}`, exit code {self._process.poll()}; the end of its log:\n{end}"
-        )
-
-    def burst(self) -> tuple[dict[str, Any], harness.Tokens]:
-        """Run one; returns its row and the tokens."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"burst\n")
-        self._process.stdin.flush()
-        row = self.wait("pass")
-        return row, json.loads((self._tokens / f"{self.label}-{row['number']}.json").read_text())
-
-
-@dataclass
-class Sample:
-    """Memory at one moment: of the device, and of each instance what no other process can have."""
-
-    time_s: float
-    device_mib: int
-    mapped_bytes: dict[str, int]
-
-
-class Sampler(threading.Thread):
-    """All instance records and the device's used memory, ten times a second."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.samples: list[Sample] = []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "demo.sampler"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-
-    def run(self) -> None:
-        assert self._process.stdout is not None
-        moment, used_mib, answer = 0.0, 0, ""
-        for line in self._process.stdout:
-            if not line.startswith(MARK):
-                answer += line
-                continue
-            if answer:
-                rows = json.loads(answer)["instances"]
-                mapped = {row["name"]: row["used_bytes"] + row["reserved_bytes"] for row in rows}
-                self.samples.append(Sample(moment, used_mib, mapped))
-            moment, used_mib, answer = float(line.removeprefix(MARK)), harness.used_mib(), ""
-
-    def __enter__(self) -> Sampler:
-        self.start()
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self.join(timeout=5)
-
-    def peak(self, name: str, begin: float, end: float) -> int:
-        """The most that one instance had mapped between two moments, bytes."""
-        inside = [s.mapped_bytes.get(name, 0) for s in self.samples if begin <= s.time_s <= end]
-        return max(inside, default=0)
 
 
 @dataclass
@@ -193,8 +59,8 @@ def together(args: argparse.Namespace) -> Together:
     """Both with kvcached; A bursts, B bursts, and so on."""
     with (
         Sampler() as sampler,
-        Session(args.engines[0], "ours", args) as a,
-        Session(args.engines[1], "ours", args) as b,
+        Session(args.engines[0], f"{args.engines[0]}-ours", args, elastic=True) as a,
+        Session(args.engines[1], f"{args.engines[1]}-ours", args, elastic=True) as b,
     ):
         for session in (a, b):
             ready = session.wait("ready")
@@ -223,7 +89,7 @@ def together(args: argparse.Namespace) -> Together:
 
 def alone(engine: str, args: argparse.Namespace) -> list[tuple[float, harness.Tokens]]:
     """Output tokens/s and tokens of the same bursts, natively, with the card for itself."""
-    with Session(engine, "native", args) as session:
+    with Session(engine, f"{engine}-native", args, elastic=False) as session:
         session.wait("ready")
         done = [session.burst() for _ in range(max(2, args.rounds))]  # two: does native repeat itself?
     print(f"    {engine} natively: {[row['seconds'] for row, _ in done]} s", flush=True)

@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
+from bench import harness, matrix, sharing, tables, two_engines
 from bench import map as mapping
-from bench import matrix, tables, two_engines
 from bench.tables import Run
 
 A, B, C = [[1, 2], [3, 4]], [[1, 2], [3, 9]], [[7, 7], [3, 4]]
@@ -84,6 +84,21 @@ def test_two_engines_without_the_native_runs():
     assert "| 1 | e | 2.0 | 64 | nan | 6.0 | 60% | 0.06 | not run |" in two_engines.table(shared, {})
     assert "| 32 | 6.0 | 60% | 0.06 | equal |" in two_engines.table(shared, {"e": [(32.0, A), (33.0, A)]})
     assert "(native again 1)" in two_engines.table(shared, {"e": [(32.0, A), (33.0, B)]})
+
+
+def test_the_line_that_begins_a_burst_may_name_its_prompts():
+    assert [harness.seed_of(line) for line in ("burst\n", "burst 12\n", "\n", "burst now\n")] == [1, 12, 1, 1]
+
+
+def test_sharing_shows_capacity_and_tokens_beside_those_alone():
+    show = sharing.Show("beside", {"0-e": (90, 100)}, peak_bytes={"0-e": 3 << 30})
+    show.bursts.append(sharing.Burst("0-e", 10, 4.0, 6.5, 1234, "equal"))
+    assert "| 0-e | 90 | 100 | 0.900 | 3.0 |" in sharing.table(show)
+    assert "| 0-e | 10 | 4 | 2.5 | 1,234 | equal |" in sharing.table(show)
+    alone = {"e": sharing.Alone(99, 100, {10: [A, A]}, 2.0)}
+    kept = sharing.record([show], alone)
+    assert kept["alone"]["e"]["tokens"] == {10: [harness.digest(A)] * 2}
+    assert kept["shows"][0]["capacity"] == {"0-e": (90, 100)}
 
 
 GIB = 1 << 30
