@@ -4,18 +4,9 @@
 //! submission has a marker, its epoch; a page that empties waits for the latest one begun.
 
 use crate::error::EpochError;
+use crate::layout::RetirePolicy;
 use crate::ledger::Ledger;
 use crate::state::Transition;
-
-/// What becomes of a page whose last block was freed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RetirePolicy {
-    /// Whoever frees a block knows that no queued work reads it: the page is reserved at once.
-    Synchronous,
-    /// Batches run behind the scheduler: the page is retired until [`Ledger::release_through`] confirms the
-    /// latest epoch begun. With none outstanding it is reserved at once.
-    Asynchronous,
-}
 
 impl Ledger {
     /// Work is about to be submitted: pages emptied from now on wait for it. Returns its marker.

@@ -1,7 +1,5 @@
 //! What callers can do wrong, as types. Each leaves the ledger as it was.
 
-use crate::state::{PageState, Transition};
-
 /// A layout that no ledger can keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
@@ -27,22 +25,6 @@ pub enum LayoutError {
         /// The id that does not fit.
         highest: u64,
     },
-}
-
-/// A page was asked to do what its state does not allow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("page {page} {}: cannot {transition}", describe(*.from))]
-pub struct TransitionError {
-    /// The page, also where no such page exists (then `from` is `None`).
-    pub page: u32,
-    /// Its state, `None` for a page outside the ledger.
-    pub from: Option<PageState>,
-    /// What was asked of it.
-    pub transition: Transition,
-}
-
-fn describe(from: Option<PageState>) -> String {
-    from.map_or_else(|| "does not exist".to_owned(), |state| format!("is {state:?}"))
 }
 
 /// A caller's list of blocks that breaks the contract.

@@ -25,6 +25,16 @@ pub struct Layout {
     pub order: PageOrder,
 }
 
+/// What becomes of a page whose last block was freed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RetirePolicy {
+    /// Whoever frees a block knows that no queued work reads it: the page is reserved at once.
+    Synchronous,
+    /// Batches run behind the scheduler: the page is retired until [`Ledger::release_through`](crate::Ledger::release_through) confirms the
+    /// latest epoch begun. With none outstanding it is reserved at once.
+    Asynchronous,
+}
+
 impl Layout {
     /// Fails where no block, overlapping ids or an id beyond int32 would result.
     pub fn validate(&self) -> Result<(), LayoutError> {

@@ -3,10 +3,9 @@
 //! Nothing ever walks all pages but [`Ledger::clear`], [`Ledger::free_ids`] and [`Ledger::check`]. What
 //! callers do lies in `blocks`, `pages`, `epochs` and `limit`.
 
-use crate::epochs::RetirePolicy;
 use crate::error::LayoutError;
 use crate::index::{Index, Kind, Page};
-use crate::layout::{Grid, Layout};
+use crate::layout::{Grid, Layout, RetirePolicy};
 use crate::ordered::OrderedBits;
 use crate::state::{PageCounts, PageState, Transition};
 

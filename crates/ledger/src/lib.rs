@@ -22,8 +22,7 @@ mod state;
 
 pub use blocks::{ClaimPlan, FreeOutcome};
 pub use check::Inconsistency;
-pub use epochs::RetirePolicy;
-pub use error::{BlockError, EpochError, LayoutError, TransitionError};
-pub use layout::{Layout, PageOrder};
+pub use error::{BlockError, EpochError, LayoutError};
+pub use layout::{Layout, PageOrder, RetirePolicy};
 pub use ledger::{BlockCounts, Ledger};
-pub use state::{PageCounts, PageState, Transition};
+pub use state::{PageCounts, PageState, Transition, TransitionError};

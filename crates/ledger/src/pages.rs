@@ -2,9 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use crate::error::TransitionError;
 use crate::ledger::Ledger;
-use crate::state::Transition;
+use crate::state::{Transition, TransitionError};
 
 impl Ledger {
     /// Marks `Free` pages as `Mapping` until, once they are backed, `n` blocks are on hand, and names

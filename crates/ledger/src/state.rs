@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use crate::error::TransitionError;
-
 /// What a page is right now. Only `Reserved`, `InUse` and `Retired` pages are backed for certain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PageState {
@@ -54,6 +52,22 @@ pub enum Transition {
     Restore,
     /// Its mapping is unknown.
     Quarantine,
+}
+
+/// A page was asked to do what its state does not allow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("page {page} {}: cannot {transition}", describe(*.from))]
+pub struct TransitionError {
+    /// The page, also where no such page exists (then `from` is `None`).
+    pub page: u32,
+    /// Its state, `None` for a page outside the ledger.
+    pub from: Option<PageState>,
+    /// What was asked of it.
+    pub transition: Transition,
+}
+
+fn describe(from: Option<PageState>) -> String {
+    from.map_or_else(|| "does not exist".to_owned(), |state| format!("is {state:?}"))
 }
 
 impl PageState {
