@@ -1,4 +1,4 @@
-"""Console scripts `kvctl` and `kvtop`: the same code as the binary of crates/kvctl, and `kvctl doctor`, which needs Python."""
+"""Console scripts `kvctl` and `kvtop`: the same code as the binary of crates/kvctl."""
 
 import signal
 import sys
@@ -12,9 +12,9 @@ def main() -> int:
     # Python's handler only makes a note for Python code, of which none runs until `kvctl` has ended.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.argv[1:2] == ["doctor"]:
-        from kvcached.doctor.__main__ import main as doctor
-
-        return doctor(sys.argv[2:])
-    is_kvtop = PurePath(sys.argv[0]).name == "kvtop"
-    return _core.kvctl([*(["top"] if is_kvtop else []), *sys.argv[1:]])
+    words = sys.argv[1:]
+    if PurePath(sys.argv[0]).name == "kvtop":
+        words = ["top", *words]
+    if words[:1] == ["doctor"]:
+        words[1:1] = ["--python", sys.executable]  # unless another is asked for
+    return _core.kvctl(words)

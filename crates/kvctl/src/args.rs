@@ -1,5 +1,7 @@
 //! The command line.
 
+use std::ffi::OsString;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -73,6 +75,19 @@ pub(crate) enum Command {
     /// Print what `list` shows whenever it has changed, until interrupted
     #[command(after_help = EXIT_CODES)]
     Watch(Watch),
+    /// Print what all instances hold, count and time, as Prometheus takes it
+    #[command(after_help = EXIT_CODES)]
+    Metrics(Metrics),
+    /// Say whether engines' KV caches are elastic here, and if not why and what to do; needs the Python that runs the engines
+    #[command(disable_help_flag = true)]
+    Doctor {
+        /// The Python that runs the engines
+        #[arg(long, value_name = "PATH", default_value = "python3", overrides_with = "python")]
+        python: PathBuf,
+        /// See kvctl doctor --help
+        #[arg(value_name = "ARGUMENTS", trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
+    },
     /// Show instances and budgets live, and change limits by key
     #[command(visible_alias = "kvtop", after_help = EXIT_CODES)]
     Top {
@@ -107,6 +122,24 @@ pub(crate) struct Watch {
     /// Print JSON, one object a line; sizes in bytes
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Metrics {
+    /// Print JSON; sizes in bytes, times in seconds
+    #[arg(long, conflicts_with = "listen")]
+    pub(crate) json: bool,
+    /// Serve them over HTTP at /metrics until interrupted; on this machine only, unless an address is given: 0.0.0.0:9091
+    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = address)]
+    pub(crate) listen: Option<SocketAddr>,
+}
+
+/// A port alone is one of the loopback address.
+fn address(text: &str) -> Result<SocketAddr, String> {
+    let port = text.parse::<u16>().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+    port.or_else(|_| text.parse()).map_err(|_| {
+        "write a port, as 9091, or a numeric address and a port, as 0.0.0.0:9091 or [::1]:9091".to_owned()
+    })
 }
 
 const EXIT_CODES: &str = "\

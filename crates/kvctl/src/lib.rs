@@ -6,8 +6,10 @@
 mod args;
 mod change;
 mod delete;
+mod doctor;
 mod interrupts;
 mod list;
+mod metrics;
 mod size;
 mod table;
 mod top;
@@ -17,7 +19,8 @@ mod watch;
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::iter::once;
-use std::path::Path;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use kvcached_control::ControlError;
@@ -75,6 +78,18 @@ enum Failure {
     NoBudget(String),
     #[error("cannot wait for a signal: {0}")]
     Signals(#[source] io::Error),
+    #[error(
+        "cannot run {}: {source}; give the Python that runs the engines: kvctl doctor --python PATH", python.display()
+    )]
+    Python { python: PathBuf, source: io::Error },
+    #[error(
+        "{} has no kvcached; give the Python that runs the engines: kvctl doctor --python PATH", python.display()
+    )]
+    NotInPython { python: PathBuf },
+    #[error("{} was killed", python.display())]
+    PythonKilled { python: PathBuf },
+    #[error("cannot listen on {address}: {source}")]
+    Listen { address: SocketAddr, source: io::Error },
     #[error("standard {0} is no terminal; use kvctl list or kvctl watch")]
     NoTerminal(&'static str),
     #[error("cannot use the terminal: {0}")]
@@ -97,6 +112,8 @@ fn execute(args: Args, out: &mut dyn Write, err: &mut dyn Write) -> Result<i32, 
             code = change::run(&dir, &name, min, &answer, out, err)?;
         }
         Command::Delete { name, json } => delete::run(&dir, &name, json, out)?,
+        Command::Doctor { python, arguments } => code = doctor::run(&python, &arguments, out)?,
+        Command::Metrics(metrics) => metrics::run(&dir, &metrics, out, err)?,
         Command::Watch(watch) => watch::run(&dir, &watch, out, err)?,
         // It has written what it could: that its terminal has gone is no failure.
         Command::Top { interval } => return top::run(&dir, interval, out).map(|()| EXIT_OK),

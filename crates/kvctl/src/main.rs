@@ -6,7 +6,7 @@ use std::process::exit;
 
 fn main() {
     let mut out = BufWriter::new(stdout().lock());
-    let code = kvcached_kvctl::run(kvcached_kvctl::words(args_os()), &mut out, &mut stderr().lock());
+    let code = kvctl::run(kvctl::words(args_os()), &mut out, &mut stderr().lock());
     // `run` has flushed what could be written; dropping the buffer would only try again.
     exit(code);
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use kvcached_control::{InstanceRecord, Terms};
-use kvcached_kvctl::run;
+use kvctl::run;
 
 struct Home {
     _home: tempfile::TempDir,
@@ -303,6 +303,42 @@ For more information, try '--help'.
 }
 
 #[test]
+fn the_doctor_is_the_pythons_and_its_exit_code_too() {
+    let Home { dir, .. } = &home();
+    let home = dir.parent().unwrap();
+    let python = |name: &str, program: &str| {
+        let path = home.join(name);
+        // Not written by this process: a child that another test starts meanwhile would have it open, and nobody could run it.
+        let write = Command::new("sh")
+            .args(["-c", "printf '#!/bin/sh\\n%s\\n' \"$1\" > \"$0\" && chmod 700 \"$0\""])
+            .args([path.to_str().unwrap(), program])
+            .status();
+        assert!(write.unwrap().success());
+        path.to_str().unwrap().to_owned()
+    };
+    let asked = home.join("asked");
+    let good = python("good", &format!("shift 2; echo \"$@\" > {}; exit 1", asked.display()));
+    assert_eq!(kvctl(dir, &["doctor", "--python", &good, "vllm", "--json", "--help"]).0, 1);
+    assert_eq!(std::fs::read_to_string(asked).unwrap().split(" --dir").next(), Some("vllm --json --help"));
+    let without = python("without", "exit 77");
+    let (code, out, err) = kvctl(dir, &["doctor", "--python", &without]);
+    assert_eq!((code, out.as_str()), (1, ""));
+    assert_eq!(
+        err,
+        format!(
+            "error: {without} has no kvcached; give the Python that runs the engines: kvctl doctor --python PATH\n"
+        )
+    );
+    let (code, _, err) = kvctl(dir, &["doctor", "--python", "/nowhere/python"]);
+    assert!(code == 1 && err.starts_with("error: cannot run /nowhere/python: "), "{err}");
+    let killed = python("killed", "kill -9 $$");
+    assert_eq!(kvctl(dir, &["doctor", "--python", &killed]).2, format!("error: {killed} was killed\n"));
+    // The one of this machine, whether it has kvcached or not.
+    let (code, _, err) = kvctl(dir, &["doctor", "--unheard-of"]);
+    assert!(code == 2 || code == 1 && err.contains("python3 has no kvcached"), "{code} {err}");
+}
+
+#[test]
 fn help_states_the_exit_codes() {
     let Home { dir, .. } = &home();
     assert_eq!(
@@ -320,6 +356,8 @@ Commands:
   min            Set the memory that an instance is guaranteed, whether it uses it or not
   delete         Remove the record of an instance that has died, or one of another version of kvcached
   watch          Print what `list` shows whenever it has changed, until interrupted
+  metrics        Print what all instances hold, count and time, as Prometheus takes it
+  doctor         Say whether engines' KV caches are elastic here, and if not why and what to do; needs the Python that runs the engines
   top            Show instances and budgets live, and change limits by key [alias: kvtop]
   help           Print this message or the help of the given subcommand(s)
 

@@ -305,5 +305,5 @@ pub fn ask(
 /// Runs `kvctl` on this process's standard output and error; returns its exit code.
 #[pyfunction]
 pub fn kvctl(py: Python<'_>, args: Vec<OsString>) -> i32 {
-    py.detach(|| kvcached_kvctl::run(args, &mut std::io::stdout(), &mut std::io::stderr()))
+    py.detach(|| ::kvctl::run(args, &mut std::io::stdout(), &mut std::io::stderr()))
 }
