@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use clap::{ColorChoice, Parser, Subcommand};
 
-use crate::change::Wish;
 use crate::size::{self, Percentage};
+use crate::wish::Wish;
 
 /// Shows and steers the engines of this user whose KV cache is elastic
 #[derive(Debug, Parser)]

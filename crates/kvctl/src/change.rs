@@ -11,26 +11,8 @@ use crate::args::Answer;
 use crate::size::{Percentage, binary};
 use crate::table::limit;
 use crate::view::{Budget, Snapshot, look};
+use crate::wish::Wish;
 use crate::{EXIT_FAILED, EXIT_OK, EXIT_UNSETTLED, Failure};
-
-/// What somebody wants of an instance.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(crate) enum Wish {
-    /// None: no limit.
-    #[serde(rename = "limit_bytes")]
-    Limit(Option<u64>),
-    #[serde(rename = "min_bytes")]
-    Min(u64),
-}
-
-impl From<Wish> for Change {
-    fn from(wish: Wish) -> Self {
-        match wish {
-            Wish::Limit(limit) => Self { limit_bytes: Some(limit), ..Self::default() },
-            Wish::Min(min) => Self { min_bytes: Some(min), ..Self::default() },
-        }
-    }
-}
 
 /// What became of a wish. Serialised as it is for `--json`: fields are added, never renamed or removed.
 #[derive(Debug, PartialEq, Eq, Serialize)]

@@ -15,6 +15,7 @@ mod table;
 mod top;
 mod view;
 mod watch;
+mod wish;
 
 use std::ffi::OsString;
 use std::io::{self, Write};

@@ -15,11 +15,12 @@ use ratatui::crossterm::event::{self, KeyEvent, KeyEventKind};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::Failure;
-use crate::change::{Wish, ask};
+use crate::change::ask;
 use crate::interrupts::{Interrupts, Woken};
 use crate::top::state::{Action, State};
 use crate::top::terminal::Session;
 use crate::view::look;
+use crate::wish::Wish;
 
 /// Longest time in which an answer or a new size of the terminal goes unnoticed.
 const LONGEST_WAIT: Duration = Duration::from_millis(100);

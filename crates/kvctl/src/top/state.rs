@@ -2,9 +2,9 @@
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
-use crate::change::Wish;
 use crate::size::{NotUnderstood, size, size_or_none};
 use crate::view::{Instance, Snapshot};
+use crate::wish::Wish;
 
 /// Longer is no size.
 const MAX_INPUT_CHARS: usize = 24;
