@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
-use kvcached_control::{Answered, Change, ControlError, Outcome};
+use kvcached_control::{Answered, ControlError, Outcome};
 use serde::{Serialize, Serializer};
 
 use crate::args::Answer;
