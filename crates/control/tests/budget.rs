@@ -395,33 +395,100 @@ fn four_instances_that_want_everything_each_have_a_fair_share() {
     }
 }
 
+/// A live instance whose record another version of kvcached wrote.
+fn of_another_version(dir: &Path) -> std::fs::File {
+    let path = dir.join("newer.kvc");
+    let newer = instance(dir, "other", Terms::default());
+    let mut bytes = std::fs::read(newer.path()).unwrap();
+    bytes[8] = 99;
+    std::fs::write(&path, bytes).unwrap();
+    let file = std::fs::File::open(&path).unwrap();
+    file.lock().unwrap();
+    file
+}
+
 #[test]
-fn a_record_of_another_version_is_said_so_and_left_alone() {
+fn a_budget_of_another_version_stays_while_somebody_may_live_by_it() {
     let home = home();
     let record = instance(&home.dir, "one", Terms::default());
     let path = home.dir.join(format!("{DEVICE}.kvb"));
-    drop(join(&home.dir, &record));
     let share = join(&home.dir, &record);
     let mut bytes = std::fs::read(&path).unwrap();
     drop(share);
     bytes[8] = 99;
     std::fs::write(&path, &bytes).unwrap();
+    let newer = of_another_version(&home.dir);
     let refused = BudgetShare::join(&home.dir, &record, DEVICE, 100, None).unwrap_err();
     assert!(
         matches!(refused, ControlError::Unreadable { why: RecordError::BudgetVersion { found: 99 }, .. }),
         "{refused}"
     );
-    let listed = budgets(&home.dir).unwrap();
+    assert!(refused.to_string().contains("end the others"));
     assert!(matches!(
-        &listed[..],
+        &budgets(&home.dir).unwrap()[..],
         [BudgetListed::Unreadable { why: RecordError::BudgetVersion { found: 99 }, .. }]
     ));
+    assert_eq!(std::fs::read(&path).unwrap(), bytes);
+    let begin = Instant::now();
+    BudgetShare::join(&home.dir, &record, DEVICE, 100, None).unwrap_err();
+    assert!(begin.elapsed() < Duration::from_millis(500), "the gate was left open");
+    drop(newer);
+    let _neighbour = instance(&home.dir, "two", Terms::default());
+    join(&home.dir, &record).take(100).unwrap();
+}
+
+#[test]
+fn a_mangled_budget_makes_way_when_nobody_else_lives() {
+    let home = home();
+    let record = instance(&home.dir, "one", Terms::default());
+    let path = home.dir.join(format!("{DEVICE}.kvb"));
+    let share = join(&home.dir, &record);
+    let bytes = std::fs::read(&path).unwrap();
+    drop(share);
     for mangled in [vec![], vec![0; 8320], bytes[..8319].to_vec(), vec![b'x'; 20_000]] {
+        let neighbour = instance(&home.dir, "two", Terms::default());
         std::fs::write(&path, &mangled).unwrap();
         assert!(matches!(&budgets(&home.dir).unwrap()[..], [BudgetListed::Unreadable { .. }]));
         BudgetShare::join(&home.dir, &record, DEVICE, 100, None).unwrap_err();
         assert_eq!(std::fs::read(&path).unwrap(), mangled);
+        drop(neighbour);
+        join(&home.dir, &record).take(100).unwrap();
     }
+}
+
+#[test]
+fn an_instance_does_not_wait_for_itself() {
+    let home = home();
+    let (one, two) =
+        (instance(&home.dir, "one", Terms::default()), instance(&home.dir, "two", Terms::default()));
+    let (first, second) = (join(&home.dir, &one), join(&home.dir, &one));
+    let other = join(&home.dir, &two);
+    first.take(40).unwrap();
+    first.offer(40);
+    second.take(20).unwrap();
+    other.take(30).unwrap();
+    second.wait_for(30);
+    assert!(!first.others_short() && other.others_short());
+    assert_eq!(first.part(), 0, "of its own shortage");
+    assert_eq!(first.room(), 10, "nor is anything kept from it for itself");
+    other.offer(30);
+    assert_eq!(other.part(), 9, "20 are lacking, of which each could spare by 40 to 30");
+}
+
+#[test]
+fn the_dead_are_asked_for_nothing() {
+    let home = home();
+    let mut dead = Member::start(&home.dir, "dead");
+    assert_eq!(dead.ask("take 40"), "true");
+    dead.ask("offer 40");
+    let (one, two) =
+        (instance(&home.dir, "one", Terms::default()), instance(&home.dir, "two", Terms::default()));
+    let (giver, waiter) = (join(&home.dir, &one), join(&home.dir, &two));
+    giver.take(40).unwrap();
+    giver.offer(40);
+    dead.kill();
+    waiter.wait_for(20); // refused by the device: the budget has them
+    assert_eq!(giver.part(), 20);
 }
 
 #[test]

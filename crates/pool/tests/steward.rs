@@ -156,6 +156,83 @@ fn who_waits_gets_the_reserve_of_others_and_then_their_cached_prefixes() {
     assert_eq!(a.shares.granted() + b.shares.granted(), BUDGET);
 }
 
+/// A cache whose pages all hold something that is in use, of an engine that may not answer.
+#[derive(Default)]
+struct Stuck {
+    bytes: u64,
+    asked: AtomicU32,
+    silent: AtomicBool,
+}
+
+impl Cached for Stuck {
+    fn give(&self, _: u64) -> u64 {
+        self.asked.fetch_add(1, Ordering::SeqCst);
+        0
+    }
+    fn bytes(&self) -> u64 {
+        while self.silent.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.bytes
+    }
+}
+
+#[test]
+fn who_cannot_give_what_it_has_cached_is_asked_rarely_and_others_give_all() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("records");
+    let [a, b, c] = ["a", "b", "c"].map(|name| Engine::plain(&dir, name));
+    let held = a.pool.alloc(4 * 6).unwrap().unwrap();
+    let stuck = Arc::new(Stuck { bytes: 6 * PAGE_BYTES, ..Stuck::default() });
+    a.steward.set_cached(Some(stuck.clone()));
+    let cache = b.cache(4);
+    let began = Instant::now();
+    let mut got = None;
+    soon("all of it comes from who can give", || {
+        got = got.take().or_else(|| c.pool.alloc(4 * 4).unwrap());
+        got.is_some()
+    });
+    assert_eq!((a.mapped_pages(), cache.len(), c.mapped_pages()), (6, 0, 4));
+    while began.elapsed() < Duration::from_secs(2) {
+        assert_eq!(c.pool.alloc(4).unwrap(), None);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let asked = stuck.asked.load(Ordering::SeqCst);
+    assert!((1..=6).contains(&asked), "asked {asked} times in two seconds");
+    a.pool.free(&held).unwrap();
+}
+
+#[test]
+fn who_asks_for_other_terms_does_not_wait_for_the_engine() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("records");
+    let a = Engine::plain(&dir, "a");
+    let stuck = Arc::new(Stuck::default());
+    a.steward.set_cached(Some(stuck.clone()));
+    a.pool.alloc(4).unwrap().unwrap();
+    std::thread::sleep(Duration::from_millis(50)); // it has looked and sleeps
+    stuck.silent.store(true, Ordering::SeqCst);
+    let answered = ask(&dir, "a", limit(3), Duration::from_millis(500)).unwrap();
+    stuck.silent.store(false, Ordering::SeqCst);
+    assert_eq!(answered.outcome, Outcome::Applied);
+}
+
+#[test]
+fn a_limit_is_met_when_what_lies_beside_the_pages_fits_too() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("records");
+    let a = Engine::plain(&dir, "a");
+    let ids = a.pool.alloc(4 * 3).unwrap().unwrap();
+    a.fake.keep_beside(PAGE_BYTES);
+    a.fake.fail_at(0, Fault::Refused); // cannot be given back either
+    let deferred = answer(&dir, "a", limit(3));
+    assert_eq!(deferred.outcome, Outcome::Deferred, "three pages, and one beside them");
+    a.fake.heal();
+    a.pool.free(&ids[..4]).unwrap();
+    let again = Change { revision: Some(deferred.revision), ..limit(3) };
+    soon("two pages and one beside them", || answer(&dir, "a", again).outcome == Outcome::Applied);
+}
+
 /// Counts the pages of all engines.
 struct Counted {
     inner: Arc<Fake>,

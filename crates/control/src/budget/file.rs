@@ -9,10 +9,12 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use super::layout::{BUDGET_BYTES, BudgetRecord, check, encode};
-use crate::directory::{Directory, read_copy};
+use crate::directory::{Directory, has_owner, read_copy};
 use crate::error::{ControlError, RecordError};
+use crate::layout::{RECORD_BYTES, check_header};
 use crate::mapping::Mapped;
 use crate::record::temporary_name;
+use crate::text::instance_of;
 
 const SUFFIX: &str = ".kvb";
 /// Whoever has the gate needs it for microseconds; one that was stopped meanwhile is waited for so long.
@@ -30,11 +32,15 @@ pub(super) fn device_of(file_name: &str) -> Option<&str> {
     file_name.strip_suffix(SUFFIX)
 }
 
-/// The record of a device, mapped, with the gate closed behind us: made, where there is none, with this budget.
+/// The record of a device, mapped, with the gate closed behind us: made, where there is none, with this budget. One that cannot be read
+/// makes way if nobody lives by it.
+///
+/// `own_name`: of the instance that asks.
 pub(super) fn open(
     directory: &Directory,
     device: &str,
     budget_bytes: u64,
+    own_name: &str,
 ) -> Result<(File, Mapped<BudgetRecord>), ControlError> {
     let name = file_name(device);
     let path = directory.join(&name);
@@ -51,11 +57,37 @@ pub(super) fn open(
             continue; // its last instance went meanwhile
         }
         let bytes = read_copy(&file, BUDGET_BYTES).map_err(|error| ControlError::io("read", &path, error))?;
-        check(&bytes, device).map_err(unreadable)?;
+        if let Err(why) = check(&bytes, device) {
+            if may_be_lived_by(directory, own_name, &why).map_err(unreadable)? {
+                open_gate(&file);
+                return Err(unreadable(why));
+            }
+            directory
+                .remove_locked(&file, &name)
+                .map_err(|error| ControlError::io("remove", &path, error))?;
+            open_gate(&file);
+            continue;
+        }
         let record = Mapped::new(&file).map_err(|error| ControlError::io("map", &path, error))?;
         return Ok((file, record));
     }
     Err(ControlError::Busy { path })
+}
+
+/// Whether somebody may live by a budget that we cannot read: an instance of another version, and where the budget is none of another
+/// version, which ours do not live by, any instance.
+fn may_be_lived_by(directory: &Directory, own_name: &str, why: &RecordError) -> Result<bool, RecordError> {
+    for file_name in directory.file_names()? {
+        if instance_of(&file_name).is_none_or(|name| name == own_name) {
+            continue;
+        }
+        let Some(file) = directory.open_file(&file_name)? else { continue };
+        let ours = || Ok::<_, RecordError>(check_header(&read_copy(&file, RECORD_BYTES)?).is_ok());
+        if has_owner(&file)? && !(matches!(why, RecordError::BudgetVersion { .. }) && ours()?) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Makes the file, complete before it has its name; one that somebody else has made meanwhile is as good.

@@ -97,6 +97,11 @@ impl Slot {
         (name, self.inode.load(Ordering::Relaxed))
     }
 
+    /// Whether it is another one of the instance whose record has this inode: of a rank on the same device.
+    pub fn is_of(&self, inode: u64) -> bool {
+        self.inode.load(Ordering::Relaxed) == inode
+    }
+
     pub fn set_shortage(&self, bytes: u64, by_device: bool, now_ns: u64) {
         self.shortage_bytes.store(bytes, Ordering::Relaxed);
         self.by_device_bytes.store(if by_device { bytes } else { 0 }, Ordering::Relaxed);

@@ -94,7 +94,7 @@ impl BudgetShare {
             });
         }
         let directory = Directory::create(dir)?;
-        let (file, mapped) = open(&directory, device, budget_bytes.unwrap_or(total_bytes))?;
+        let (file, mapped) = open(&directory, device, budget_bytes.unwrap_or(total_bytes), instance.name())?;
         let budget = mapped.record();
         let slots = &budget.slots;
         let gate = Gate { file: &file };
@@ -233,6 +233,9 @@ impl BudgetShare {
             }
             return;
         }
+        if self.room() >= shortage_bytes {
+            self.sweep_gated(); // what the dead could give back would be asked of nobody
+        }
         let by_device = self.room() >= shortage_bytes;
         self.own().set_shortage(shortage_bytes, by_device, now);
         let pause = u64::try_from(RING_PAUSE.as_nanos()).unwrap_or(u64::MAX);
@@ -266,7 +269,8 @@ impl BudgetShare {
 
     /// Whether others wait for memory of this device.
     pub fn others_short(&self) -> bool {
-        self.members(now_ns()).1.iter().any(|other| other.shortage > 0)
+        let now = now_ns();
+        self.strangers().any(|slot| slot.shortage(now).0 > 0)
     }
 
     // ---------------------------------------------------------------- inside
@@ -280,12 +284,22 @@ impl BudgetShare {
         slots.filter(|(index, slot)| *index != self.slot && slot.is_taken()).map(|(_, slot)| slot)
     }
 
+    /// Those of other instances. Several ranks on one device have a slot each: what they hold counts like anybody's, but an instance does
+    /// not wait for itself.
+    fn strangers(&self) -> impl Iterator<Item = &Slot> {
+        self.others().filter(|slot| !slot.is_of(self.instance.inode()))
+    }
+
     fn members(&self, now: u64) -> (Member, Vec<Member>) {
-        (self.own().member(now), self.others().map(|slot| slot.member(now)).collect())
+        let member = |slot: &Slot| match slot.is_of(self.instance.inode()) {
+            true => Member { shortage: 0, ..slot.member(now) },
+            false => slot.member(now),
+        };
+        (self.own().member(now), self.others().map(member).collect())
     }
 
     fn refused_by_device(&self, now: u64) -> u64 {
-        self.others().fold(0, |sum, slot| sum.saturating_add(slot.shortage(now).1))
+        self.strangers().fold(0, |sum, slot| sum.saturating_add(slot.shortage(now).1))
     }
 
     /// What is in the way of so many bytes, and what could be had. Under the gate.
@@ -309,8 +323,17 @@ impl BudgetShare {
         !dead.is_empty()
     }
 
+    /// [`BudgetShare::sweep`], where the gate opens.
+    fn sweep_gated(&self) {
+        let file = self.lock();
+        if close_gate(&file).unwrap_or(false) {
+            let _gate = Gate { file: &file };
+            self.sweep();
+        }
+    }
+
     fn ring_where(&self, wanted: impl Fn(&Slot) -> bool) {
-        for slot in self.others().filter(|slot| wanted(slot)) {
+        for slot in self.strangers().filter(|slot| wanted(slot)) {
             ring(&self.directory, slot);
         }
     }

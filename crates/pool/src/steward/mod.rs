@@ -5,6 +5,7 @@
 //! engine's cache without holding any lock.
 
 mod plan;
+mod rest;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,6 +24,7 @@ use crate::shares::Shares;
 
 pub use plan::CachePolicy;
 use plan::{Action, View};
+use rest::Rest;
 
 /// How long the end of a [`Steward`] waits for what it is just doing.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -77,7 +79,12 @@ impl Steward {
             ended: Mutex::default(),
             end: Condvar::new(),
         });
-        let rounds = Rounds { house: house.clone(), deferred: None, cache_was_given: false };
+        let rounds = Rounds {
+            house: house.clone(),
+            deferred: None,
+            cache_was_given: false,
+            cache_rest: Rest::default(),
+        };
         let thread = std::thread::Builder::new().name("kvcached-steward".to_owned()).spawn(|| rounds.walk());
         let thread = Some(thread.map_err(|error| PoolError::Driver { source: error.into() })?);
         Ok(Steward { house, thread, owner: Owner::this_process() })
@@ -136,6 +143,7 @@ struct Rounds {
     /// Terms that were answered with "deferred".
     deferred: Option<Asked>,
     cache_was_given: bool,
+    cache_rest: Rest,
 }
 
 impl Rounds {
@@ -144,14 +152,23 @@ impl Rounds {
         while !self.house.ending.load(Ordering::SeqCst) {
             let heard = self.house.record.heard();
             self.house.shares.fall_asleep(); // before it looks: whatever comes later rings
-            let pools = self.house.pools();
-            let mut view = self.look(&pools);
+            self.apply(); // whoever asks need not wait for the engine, whom a look asks what it has cached
+            let cached_bytes = self.house.cached_bytes();
+            let pools = self.house.pools(); // afterwards: the pool of whatever caches is among them
+            let view = self.look(&pools, cached_bytes);
             for action in plan::plan(&view, &self.house.policy) {
                 self.carry_out(action, &pools);
             }
-            view.cache_was_given = self.cache_was_given;
-            view.deferred = self.deferred.as_ref().map(|asked| unmet_bytes(&pools, &asked.terms));
-            self.house.publish(&pools);
+            let view = View {
+                cache_was_given: self.cache_was_given,
+                cache_rests: self.cache_rest.left(Instant::now()),
+                deferred: self.deferred.as_ref().map(|asked| self.unmet_bytes(&pools, &asked.terms)),
+                idle_bytes: idle_bytes(&pools),
+                cached_bytes: self.house.cached_bytes(),
+                ..view
+            };
+            self.house.shares.offer(view.givable_bytes());
+            self.house.record.publish_needs(self.house.shares.short_bytes(), view.cached_bytes);
             drop(pools); // the last holder of a pool ends it
             let again = plan::look_again(&view, &self.house.policy);
             if again.is_some() {
@@ -161,14 +178,13 @@ impl Rounds {
         }
     }
 
-    fn look(&mut self, pools: &[Arc<Pool>]) -> View {
-        let House { record, shares, policy, .. } = &*self.house;
+    fn look(&mut self, pools: &[Arc<Pool>], cached_bytes: u64) -> View {
+        let House { shares, policy, .. } = &*self.house;
         let idle_for = pools.iter().map(|pool| pool.idle_for()).min().unwrap_or(Duration::MAX);
         self.cache_was_given &= policy.idle.is_some_and(|idle| idle_for >= idle);
         let (short_bytes, room) = (shares.short_bytes(), shares.look_at_room());
         let mut view = View {
-            asked: record.asked().is_some(),
-            deferred: self.deferred.as_ref().map(|asked| unmet_bytes(pools, &asked.terms)),
+            deferred: self.deferred.as_ref().map(|asked| self.unmet_bytes(pools, &asked.terms)),
             others_short: shares.others_short(),
             part_bytes: shares.part(),
             short_bytes,
@@ -176,7 +192,8 @@ impl Rounds {
             room_before_bytes: room.before,
             idle_bytes: idle_bytes(pools),
             leaving_bytes: pools.iter().map(|pool| pool.leaving_bytes()).sum(),
-            cached_bytes: self.house.cached_bytes(),
+            cached_bytes,
+            cache_rests: self.cache_rest.left(Instant::now()),
             device_room_bytes: None,
             idle_for,
             cache_was_given: self.cache_was_given,
@@ -189,7 +206,6 @@ impl Rounds {
 
     fn carry_out(&mut self, action: Action, pools: &[Arc<Pool>]) {
         match action {
-            Action::Apply => self.apply(),
             Action::Confirm => {
                 if let Some(asked) = self.deferred.take() {
                     self.house.record.answer(&asked, Outcome::Applied);
@@ -198,14 +214,17 @@ impl Rounds {
             Action::GiveIdle(bytes) => {
                 self.reclaim(Counter::IdleBytesReclaimed, || give_idle(pools, bytes));
             }
-            Action::GiveCached(bytes) => self.reclaim(Counter::CachedBytesReclaimed, || {
-                let emptied = self.house.with_cached(|cached| cached.give(bytes));
-                // That may have become idle, or be on its way: gone when this returns, if it can be.
-                if emptied > 0 {
-                    give_idle(pools, bytes);
-                }
-                emptied
-            }),
+            Action::GiveCached(bytes) => {
+                let given = self.reclaim(Counter::CachedBytesReclaimed, || {
+                    let emptied = self.house.with_cached(|cached| cached.give(bytes));
+                    // That may have become idle, or be on its way: gone when this returns, if it can be.
+                    if emptied > 0 {
+                        give_idle(pools, bytes);
+                    }
+                    emptied
+                });
+                self.cache_rest.asked(bytes, given, Instant::now());
+            }
             Action::GiveCache => {
                 self.cache_was_given = true;
                 let give = || self.house.with_cached(|cached| cached.give(u64::MAX));
@@ -215,18 +234,19 @@ impl Rounds {
         }
     }
 
-    /// Has `give` give memory back, and counts the bytes that it says it gave.
-    fn reclaim(&self, from: Counter, give: impl FnOnce() -> u64) {
+    /// Has `give` give memory back; counts the bytes that it says it gave, and returns them.
+    fn reclaim(&self, from: Counter, give: impl FnOnce() -> u64) -> u64 {
         let (began, metrics) = (Instant::now(), self.house.record.metrics());
         let given = give();
         if given == 0 {
-            return;
+            return 0;
         }
         metrics.add(from, given);
         metrics.time(Timer::Reclaim, began.elapsed());
         if from == Counter::CachedBytesReclaimed {
             metrics.add(Counter::Evictions, 1);
         }
+        given
     }
 
     /// Puts terms in force that were asked for, all of them or none, and answers.
@@ -238,7 +258,7 @@ impl Rounds {
             tracing::warn!(reason, terms = ?asked.terms, "terms that were asked for are rejected");
             return record.answer(&asked, Outcome::Rejected);
         }
-        let met = unmet_bytes(&pools, &asked.terms) == 0;
+        let met = self.unmet_bytes(&pools, &asked.terms) == 0;
         record.answer(&asked, if met { Outcome::Applied } else { Outcome::Deferred });
         self.deferred = (!met).then_some(asked);
         let is_new = |pool: &&Arc<Pool>| !pools.iter().any(|known| Arc::ptr_eq(known, pool));
@@ -250,17 +270,28 @@ impl Rounds {
     }
 }
 
+impl Rounds {
+    /// Bytes that are held, and charged, beyond the limit of these terms. The page of a null block stays under any, and so does what lies
+    /// beside the pages and cannot go.
+    fn unmet_bytes(&self, pools: &[Arc<Pool>], terms: &Terms) -> u64 {
+        let Some(limit) = terms.limit_bytes else { return 0 };
+        let (mut occupied, mut stays, mut deferred) = (0, 0, false);
+        for pool in pools {
+            if let (Ok(standing), Ok(stats)) = (pool.limit(), pool.stats()) {
+                occupied += standing.occupied_bytes + stats.usage.beside_bytes;
+                stays += pool.null_block().map_or(0, |_| pool.page_bytes()) + stats.usage.beside_bytes;
+                deferred |= standing.state == LimitState::Deferred;
+            }
+        }
+        occupied.saturating_sub(limit.max(stays)).max(u64::from(deferred))
+    }
+}
+
 impl House {
     fn pools(&self) -> Vec<Arc<Pool>> {
         let mut pools = lock(&self.pools);
         pools.retain(|pool| pool.strong_count() > 0);
         pools.iter().filter_map(Weak::upgrade).collect()
-    }
-
-    fn publish(&self, pools: &[Arc<Pool>]) {
-        let cached = self.cached_bytes();
-        self.shares.offer(idle_bytes(pools).saturating_add(cached));
-        self.record.publish_needs(self.shares.short_bytes(), cached);
     }
 
     fn cached_bytes(&self) -> u64 {
@@ -297,20 +328,6 @@ fn give_idle(pools: &[Arc<Pool>], bytes: u64) -> u64 {
         }
     }
     given
-}
-
-/// Bytes that pools hold beyond the limit of these terms; the page of a null block stays under any.
-fn unmet_bytes(pools: &[Arc<Pool>], terms: &Terms) -> u64 {
-    let Some(limit) = terms.limit_bytes else { return 0 };
-    let (mut occupied, mut pinned, mut deferred) = (0, 0, false);
-    for pool in pools {
-        if let Ok(standing) = pool.limit() {
-            occupied += standing.occupied_bytes;
-            pinned += pool.null_block().map_or(0, |_| pool.page_bytes());
-            deferred |= standing.state == LimitState::Deferred;
-        }
-    }
-    occupied.saturating_sub(limit.max(pinned)).max(u64::from(deferred))
 }
 
 /// Has these terms hold in the shares and all pools, or in none.

@@ -21,8 +21,6 @@ pub struct CachePolicy {
 /// What there is to see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct View {
-    /// Terms were asked for and not answered.
-    pub asked: bool,
     /// Terms were answered with "deferred", and are not met by so many bytes.
     pub deferred: Option<u64>,
     /// Another instance waits for memory.
@@ -40,6 +38,8 @@ pub(super) struct View {
     pub leaving_bytes: u64,
     /// Held by cached prefixes alone.
     pub cached_bytes: u64,
+    /// The engine could not give what it was asked for, and is not asked for so long.
+    pub cache_rests: Option<Duration>,
     /// Free memory of the device, where it matters and is known.
     pub device_room_bytes: Option<u64>,
     /// Since a block was last handed out.
@@ -51,8 +51,6 @@ pub(super) struct View {
 /// What to do, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Put the terms that were asked for in force, and answer.
-    Apply,
     /// The terms that were deferred are met: say so.
     Confirm,
     /// Have pools give back so many idle bytes.
@@ -68,7 +66,11 @@ pub(super) enum Action {
 impl View {
     /// What could be given back.
     pub fn givable_bytes(&self) -> u64 {
-        self.idle_bytes.saturating_add(self.cached_bytes)
+        self.idle_bytes.saturating_add(self.givable_cached_bytes())
+    }
+
+    fn givable_cached_bytes(&self) -> u64 {
+        if self.cache_rests.is_some() { 0 } else { self.cached_bytes }
     }
 
     /// What the device lacks for the watermark.
@@ -86,17 +88,14 @@ impl View {
 /// What to do.
 pub(super) fn plan(view: &View, policy: &CachePolicy) -> Vec<Action> {
     let mut actions = vec![];
-    if view.asked {
-        actions.push(Action::Apply);
-    } else if view.deferred == Some(0) {
+    if view.deferred == Some(0) {
         actions.push(Action::Confirm);
     }
     // The same bytes serve all who want some.
-    let limit = if view.asked { 0 } else { view.deferred.unwrap_or(0) };
-    let wanted = view.part_bytes.max(view.below_watermark_bytes(policy)).max(limit);
+    let wanted = view.part_bytes.max(view.below_watermark_bytes(policy)).max(view.deferred.unwrap_or(0));
     let idle = wanted.min(view.idle_bytes);
     // What is on its way is not evicted once more.
-    let cached = (wanted - idle).saturating_sub(view.leaving_bytes).min(view.cached_bytes);
+    let cached = (wanted - idle).saturating_sub(view.leaving_bytes).min(view.givable_cached_bytes());
     actions.extend((idle > 0).then_some(Action::GiveIdle(idle)));
     actions.extend((cached > 0).then_some(Action::GiveCached(cached)));
     if view.cache_goes_in(policy) == Some(Duration::ZERO) {
@@ -112,10 +111,12 @@ pub(super) fn plan(view: &View, policy: &CachePolicy) -> Vec<Action> {
 pub(super) fn look_again(view: &View, policy: &CachePolicy) -> Option<Duration> {
     let givable = view.givable_bytes() > 0;
     let others = view.others_short && (givable || view.leaving_bytes > 0);
-    let pressed = view.asked || view.deferred.is_some() || others;
+    let pressed = view.deferred.is_some() || others;
+    let wanted = view.others_short || view.deferred.is_some() || policy.free_watermark_bytes > 0;
     let watching =
         view.idle_for < AT_REST || view.short_bytes > 0 || (policy.free_watermark_bytes > 0 && givable);
-    let reasons = [pressed.then_some(PRESSED), watching.then_some(WATCH), view.cache_goes_in(policy)];
+    let rests = view.cache_rests.filter(|_| wanted && view.cached_bytes > 0);
+    let reasons = [pressed.then_some(PRESSED), watching.then_some(WATCH), view.cache_goes_in(policy), rests];
     reasons.into_iter().flatten().min()
 }
 
@@ -141,13 +142,19 @@ mod tests {
     }
 
     #[test]
-    fn terms_are_applied_before_anything_is_given() {
-        let view = View { asked: true, deferred: Some(0), part_bytes: 5, idle_bytes: 9, ..rest() };
-        assert_eq!(plan(&view, &POLICY), [Action::Apply, Action::GiveIdle(5)]);
-        assert_eq!(look_again(&view, &NEVER), Some(PRESSED));
-        // What was deferred is not pursued under terms that are about to be replaced.
-        let view = View { asked: true, deferred: Some(8), idle_bytes: 9, ..rest() };
-        assert_eq!(plan(&view, &POLICY), [Action::Apply]);
+    fn a_cache_that_rests_is_not_asked_and_not_offered() {
+        let rests = Some(Duration::from_secs(3));
+        let view = View { others_short: true, part_bytes: 6, cached_bytes: 9, cache_rests: rests, ..rest() };
+        assert_eq!((plan(&view, &NEVER), view.givable_bytes()), (vec![], 0));
+        assert_eq!(look_again(&view, &NEVER), rests, "and is, once it has");
+        let view = View { idle_bytes: 2, ..view };
+        assert_eq!((plan(&view, &NEVER), view.givable_bytes()), (vec![Action::GiveIdle(2)], 2));
+        let quiet = View { others_short: false, part_bytes: 0, idle_bytes: 0, ..view };
+        assert_eq!(look_again(&quiet, &NEVER), None, "nobody wants it");
+        let empty = View { cached_bytes: 0, ..view };
+        assert_eq!(look_again(&View { idle_bytes: 0, ..empty }, &NEVER), None);
+        let idle = View { idle_for: Duration::from_secs(60), ..quiet };
+        assert_eq!(plan(&idle, &POLICY), [Action::GiveCache], "what nobody uses goes all the same");
     }
 
     #[test]
