@@ -400,6 +400,10 @@ class Pool:
         """Free blocks in backed pages: an `alloc` of that many makes no driver call and cannot fail."""
     def reserve_demand(self, n: SupportsIndex) -> int:
         """Back pages until n free blocks are on hand; returns how many are, at most n. Never raises for lack of memory."""
+    def lacks(self, n: SupportsIndex) -> None:
+        """Who was refused memory would take n free blocks in all, if it had them: others that share the device are asked for that much, up to
+        what this pool could hold, in place of what was refused. To be said again within a second. 0: it has found another way.
+        """
     def try_to_reserve(self, n: SupportsIndex) -> bool:
         """Set n blocks aside for the next `alloc` calls, all or none."""
     def free_reserved(self) -> None:

@@ -10,16 +10,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvcached import _core
 from kvcached.config import Settings
+from kvcached.errors import KVCachedConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Hardware", "hardware", "process_record", "shares"]
+__all__ = ["Hardware", "TermsRefused", "hardware", "process_record", "shares"]
 
 logger = logging.getLogger("kvcached")
 
 _lock = threading.Lock()
 _records: dict[int, _core.InstanceRecord] = {}
+
+
+class TermsRefused(KVCachedConfigError):  # noqa: N818 (named for what the user reads)
+    """The memory that this instance is to have does not go together with what others were promised, or with what it needs to start. An engine
+    that ran natively instead would take all that is free, and so it does not start.
+    """
 
 
 class Hardware(NamedTuple):
@@ -46,8 +53,8 @@ def process_record(engine: str, device: str, on: Sequence[Hardware]) -> _core.In
         on: the device of each rank.
 
     Raises:
-        KVCachedConfigError: a bad name, or one that another live process holds; a minimum that does not fit beside those of the others;
-            another budget by which others live.
+        KVCachedConfigError: a bad name, or one that another live process holds.
+        TermsRefused: a minimum that does not fit beside those of the others; another budget by which others live.
     """
     pid = os.getpid()  # a forked child is another instance
     with _lock:
@@ -67,8 +74,10 @@ def process_record(engine: str, device: str, on: Sequence[Hardware]) -> _core.In
                     free_watermark_bytes=settings.free_watermark_bytes(device),
                     cache_idle_s=settings.cache_idle_s,
                 )
-            except BaseException:
+            except BaseException as error:
                 record.close()
+                if isinstance(error, KVCachedConfigError):
+                    raise TermsRefused(str(error)) from error
                 raise
             # Module globals may outlive the interpreter's last chance to drop them.
             atexit.register(record.close)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from conftest import prompt
 
-from kvcached import control, instance
+from kvcached import control, instance, observability
+from kvcached.observability import Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -155,6 +156,24 @@ def test_both_at_once_wait_for_each_other_and_finish(neighbours) -> None:
     for before, after in zip(expected, found, strict=True):
         assert after["tokens"][:7] == before["tokens"]
     assert the_budget().budget_bytes == BUDGET
+
+
+def evictions(of: Neighbour) -> int:
+    """Times that cached prefixes of it were evicted for others."""
+    (family,) = [f for f in observability.metrics([of.name]) if f.name == "kvcached_evictions_total"]
+    return sum(sample.value for sample in family.samples if isinstance(sample.value, int))
+
+
+def test_a_burst_asks_once_for_all_that_it_wants(neighbours) -> None:
+    one, two = neighbours("one", "two")
+    one.run(burst(1) + burst(3))
+    assert one.granted >= 9 * PAGE, "its cached prefixes have the budget"
+    before = evictions(one)
+    two.run(burst(2))
+    assert two.granted >= 8 * PAGE
+    assert 1 <= evictions(one) - before <= 3, "for nine pages, which come a page or two a step"
+    (waited,) = [f for f in observability.metrics([two.name]) if f.name == "kvcached_shortage_seconds"]
+    assert sum(sample.value.sum for sample in waited.samples if isinstance(sample.value, Histogram)) < 0.5
 
 
 def test_a_killed_engine_frees_its_share_and_limits_change_while_engines_run(neighbours) -> None:

@@ -15,11 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from workload import MODEL_LEN, run
+from workload import MODEL_LEN, prompt, run
 
 SETTLED_S = 20.0
 EPOCHS_OF_PLENTY = 8
 REFUSALS_OF_A_SHORTAGE = 10
+PAGE = 2 << 20
 
 
 def shift_a_layer() -> None:
@@ -68,7 +69,33 @@ def share_the_device() -> None:
     _core.Pool = SharedPool  # type: ignore[misc]
 
 
-HOOKS = {"shift": shift_a_layer, "share": share_the_device}
+def press_for_memory() -> None:
+    """Somebody wants a page of cached prefixes every few milliseconds, whatever the scheduler is at."""
+    import threading
+
+    from kvcached.integration.sglang import admission, eviction
+
+    adopt = eviction.adopt
+
+    def pressed(scheduler: Any) -> None:
+        adopt(scheduler)
+        memory = scheduler.token_to_kv_pool_allocator.memory
+
+        def press() -> None:
+            given = 0
+            while memory.pool is not None:
+                more = memory.give_cached(1, timeout_s=1.0)
+                if more and given // (16 << 20) != (given + more) // (16 << 20):
+                    logging.getLogger("kvcached").warning("%d MiB of prefixes were given", given >> 20)
+                given += more
+                time.sleep(0.003)
+
+        threading.Thread(target=press, daemon=True).start()
+
+    eviction.adopt = admission.adopt = pressed
+
+
+HOOKS = {"shift": shift_a_layer, "share": share_the_device, "press": press_for_memory}
 if "TEST_HOOK" in os.environ:
     HOOKS[os.environ["TEST_HOOK"]]()
 
@@ -79,6 +106,41 @@ def memory(name: str) -> dict[str, Any] | None:
     listed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     found = [row for row in json.loads(listed.stdout)["instances"] if row["name"] == name]
     return {key: found[0][key] for key in ("used_bytes", "reserved_bytes")} if found else None
+
+
+NEIGHBOUR = """
+import time
+from kvcached import KVCacheManager, vmm_ops
+vmm_ops.init_kvcached("cpu")
+manager = KVCacheManager(64, 16, 16 << 10, 2)  # blocks of 1 MiB
+end, ids = time.monotonic() + 20, None
+while ids is None and time.monotonic() < end:
+    ids = manager.alloc(50)  # asks again, as schedulers do
+    time.sleep(0.005)
+print("HAS", len(ids or []), flush=True)
+manager.shutdown()
+"""
+
+
+def neighbour(name: str) -> dict[str, Any]:
+    """What a process gets that wants most of the budget, and what is left to this engine then."""
+    environment = os.environ | {"KVCACHED_IPC_NAME": f"{name}-neighbour", "KVCACHED_MAX_RESERVED_MB": "0"}
+    with subprocess.Popen(
+        [sys.executable, "-c", NEIGHBOUR], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        said = [line for line in process.stdout if line.startswith("HAS ")]
+        return {"blocks": int(said[0].split()[1]) if said else None, "left": memory(name)}
+
+
+def idle(name: str) -> dict[str, Any] | None:
+    """Memory when nobody has asked for anything for a while."""
+    limit = time.monotonic() + SETTLED_S
+    while (found := memory(name)) is not None and time.monotonic() < limit:
+        if found["used_bytes"] <= PAGE:
+            break
+        time.sleep(0.1)
+    return found
 
 
 def main(model: str, arguments: str, outcome: str) -> None:
@@ -112,6 +174,12 @@ def main(model: str, arguments: str, outcome: str) -> None:
     result |= run(generate)
     limit = time.monotonic() + SETTLED_S
     result["loaded"] = memory(name)
+    if "TEST_NEIGHBOUR" in os.environ:
+        result["neighbour"] = neighbour(name)
+        tokens, _ = generate([prompt(i, 20 + 25 * i) for i in range(7)], 24)
+        result["again"] = tokens
+    if "KVCACHED_CACHE_IDLE_S" in os.environ:
+        result["idle"] = idle(name)
     while not engine.flush_cache().success and time.monotonic() < limit:
         time.sleep(0.05)  # the scheduler may have a batch in flight still
     while time.monotonic() < limit:

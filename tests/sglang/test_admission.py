@@ -62,7 +62,12 @@ class Adder:
 
 
 def request(tokens: int, prefix: int = 0) -> Any:
-    return SimpleNamespace(full_untruncated_fill_ids=range(tokens), prefix_indices=range(prefix))
+    return SimpleNamespace(
+        full_untruncated_fill_ids=range(tokens),
+        prefix_indices=range(prefix),
+        origin_input_ids=range(tokens),
+        output_ids=(),
+    )
 
 
 def add(adder: Adder, tokens: int, prefix: int = 0) -> AddReqResult:
@@ -359,6 +364,7 @@ class Scheduler:
         self.token_to_kv_pool_allocator = allocator
         self.waiting_queue: list[Any] = []
         self.chunked_req = None
+        self.tree_cache = cache(0)
         self.running_batch = SimpleNamespace(batch_is_full=False, is_empty=lambda: self.nothing_runs)
         self.nothing_runs = True
         self.during = lambda: None
@@ -462,7 +468,7 @@ class TestObserver:
         def init_pool_stats_observer(self):
             self.pool_stats_observer = SchedulerPoolStatsObserver(**fields)
 
-        scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator)
+        scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, tree_cache=cache(PAGE_SIZE))
         init_pool_stats_observer(scheduler)
         return scheduler.pool_stats_observer
 

@@ -185,6 +185,7 @@ class TestConfigurator:
                 layout="chunked",
                 unbacked="hole",
                 handle_cache_bytes=0,
+                limit_bytes=None,
                 pool_options={"min_reserved_bytes": 0, "max_reserved_bytes": 0, "highest_pages_first": False},
             ),
             "sglang",

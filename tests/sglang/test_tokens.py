@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from demo import model
+from kvcached import instance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
-PAGE = 2 << 20  # 64 tokens of this model
+MIB = 1 << 20
+PAGE = 2 * MIB  # 64 tokens of this model
 TIMEOUT_S = 300
 
 ELASTIC = {"ENABLE_KVCACHED": "true", "KVCACHED_PAGE_MB": "2", "KVCACHED_MAX_RESERVED_MB": "2"}
@@ -68,9 +70,20 @@ ENGINES = {
     "dense": Engine(16, environment=STRICT | {"KVCACHED_LAYOUT": "per-layer", "KVCACHED_UNBACKED": "zero"}),
     "mutant": Engine(16, environment=STRICT | {"TEST_HOOK": "shift"}),
     "shared": Engine(1, environment=STRICT | {"TEST_HOOK": "share", "KVCACHED_MAX_RESERVED_MB": "0"}),
+    "pressed-1": Engine(1, environment=STRICT | {"TEST_HOOK": "press"}),
+    "pressed-16": Engine(16, environment=STRICT | {"TEST_HOOK": "press"}),
+    "idle": Engine(16, {"sleep_on_idle": True}, STRICT | {"KVCACHED_CACHE_IDLE_S": "1"}),
+    "capped": Engine(16, environment=STRICT | {"KVCACHED_MAX_CACHED_TOKENS": "320"}),
+    "neighbour": Engine(
+        1,
+        environment=STRICT
+        | {"TEST_NEIGHBOUR": "1", "KVCACHED_DEVICE_BUDGET": "64M", "KVCACHED_UNBACKED": "hole"},
+    ),
     "refused": Engine(16, MIXED, ELASTIC),
     "refused-strict": Engine(16, MIXED, STRICT),
 }
+#: States a budget, which no engine beside it may live without.
+ALONE = "neighbour"
 VLLM = "vllm"
 
 
@@ -83,6 +96,8 @@ class Outcome:
     tokens: list[list[list[int]]] = field(default_factory=list)
     hits: list[list[int]] = field(default_factory=list)
     memory: dict[str, dict[str, int] | None] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)
+    """All that the engine's process has written."""
 
     @property
     def complaints(self) -> list[str]:
@@ -121,7 +136,9 @@ def run(command: list[str], environment: dict[str, str], answers: Path) -> Outco
         return Outcome(started=False, log=log)
     found = json.loads(answers.read_text())
     memory = {key: found.get(key) for key in ("started", "loaded", "flushed")}
-    return Outcome(started=True, log=log, tokens=found["tokens"], hits=found["hits"], memory=memory)
+    return Outcome(
+        started=True, log=log, tokens=found["tokens"], hits=found["hits"], memory=memory, found=found
+    )
 
 
 def start_sglang(name: str, model_folder: str, folder: Path) -> Outcome:
@@ -165,6 +182,11 @@ def outcome(
 
         def start(name: str) -> Future[Outcome]:
             if name not in started:
+                if name == ALONE:
+                    wait(started.values())
+                    record = instance._records.pop(os.getpid(), None)  # of the engines' parts in this process
+                    if record is not None:
+                        record.close()
                 job = (start_vllm,) if name == VLLM else (start_sglang, name)
                 started[name] = two.submit(*job, model_folder, folder)
             return started[name]
@@ -172,7 +194,8 @@ def outcome(
         for item in request.session.items:
             for mark in item.iter_markers("engines"):
                 for name in mark.args:
-                    start(name)
+                    if name != ALONE:
+                        start(name)
         yield lambda name: start(name).result()
         two.shutdown(cancel_futures=True)
 
@@ -266,6 +289,34 @@ def test_memory_that_a_neighbour_takes_and_gives_back(outcome):
     assert got.tokens == native(outcome("native-1")).tokens
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs(f"native-{kind}", f"pressed-{kind}")) for kind in ("1", "16")]
+)
+def test_prefixes_go_whatever_the_scheduler_is_at(outcome, kind):
+    expected, got = native(outcome(f"native-{kind}")), working(outcome(f"pressed-{kind}"))
+    assert "of prefixes were given" in got.log
+    assert got.tokens == expected.tokens
+    assert sum(map(sum, got.hits)) < sum(map(sum, expected.hits)), "what was given is computed again"
+    assert got.memory["loaded"]["used_bytes"] < 10 * PAGE
+
+
+@needs("native-16", "idle")
+def test_an_idle_engine_gives_its_prefixes_back(outcome):
+    got = working(outcome("idle"))
+    assert got.tokens == native(outcome("native-16")).tokens
+    assert got.hits == native(outcome("native-16")).hits
+    assert got.memory["loaded"]["used_bytes"] > 10 * PAGE
+    assert got.found["idle"]["used_bytes"] <= 2 * PAGE, "what shares page 0 stays"
+
+
+@needs("native-16", "capped")
+def test_no_more_is_cached_than_the_cap_allows(outcome):
+    got = working(outcome("capped"))
+    assert got.tokens == native(outcome("native-16")).tokens
+    assert any(map(any, got.hits))
+    assert got.memory["loaded"]["used_bytes"] <= 10 * PAGE, "320 tokens are five pages, if none is shared"
+
+
 @needs("native-16", "refused")
 def test_refused_it_runs_natively(outcome):
     got = native(outcome("refused"))
@@ -279,3 +330,14 @@ def test_refused_and_strict_it_does_not_start(outcome):
     got = outcome("refused-strict")
     assert not got.started
     assert "UnsupportedConfiguration: mixed chunks (--enable-mixed-chunk)" in got.log
+
+
+@needs("native-1", "neighbour")
+def test_a_neighbour_that_waits_gets_what_is_cached(outcome):
+    got = working(outcome("neighbour"))
+    expected = native(outcome("native-1"))
+    assert got.tokens == expected.tokens and got.hits == expected.hits
+    assert got.memory["loaded"]["used_bytes"] > 10 * PAGE
+    assert got.found["neighbour"]["blocks"] == 50
+    assert got.found["neighbour"]["left"]["used_bytes"] <= 14 * MIB
+    assert got.found["again"] == expected.tokens[0], "computed again, not read from memory that was another's"

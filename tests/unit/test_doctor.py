@@ -170,6 +170,9 @@ def test_kvctl_has_it(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
 
     monkeypatch.setattr(sys, "argv", ["kvctl", "doctor", "--block-size", "0"])
     assert _kvctl.main() == 2, "in this Python, which has kvcached"
-    assert "kvctl doctor: error: --tensor-parallel-size and --block-size are at least 1" in capfd.readouterr().err
+    assert (
+        "kvctl doctor: error: --tensor-parallel-size and --block-size are at least 1"
+        in capfd.readouterr().err
+    )
     monkeypatch.setattr(sys, "argv", ["kvctl", "doctor", "--python", "/bin/false"])
     assert _kvctl.main() == 1, "in another that is asked for"

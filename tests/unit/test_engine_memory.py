@@ -30,6 +30,8 @@ def memory() -> Iterator[EngineMemory]:
         layout="chunked",
         unbacked="hole",
         handle_cache_bytes=0,
+        limit_bytes=None,
+        max_cached_tokens=None,
         pool_options={"min_reserved_bytes": 0, "max_reserved_bytes": 0, "highest_pages_first": False},
     )
     made = reserved_memory(settings, Agreement(("k", "v"), 4 * KIB, 1, 40))

@@ -327,14 +327,14 @@ fn who_waits_rings_those_who_can_give_and_hears_of_what_is_given() {
     giver.ask("offer 70");
     share.take(30).unwrap_err();
     let heard = record.heard();
-    share.wait_for(30);
+    share.wait_for(30, 0);
     assert_eq!(giver.ask("hear"), "true");
     assert_eq!(giver.ask("part"), "20", "ten are free");
     giver.ask("give 20");
     assert_ne!(record.wait(heard, Some(Duration::from_secs(10))), heard);
     assert_eq!(giver.ask("take 10"), "false", "what was given back is the waiter's");
     share.take(30).unwrap();
-    share.wait_for(0);
+    share.wait_for(0, 0);
     assert_eq!(giver.ask("part"), "0");
 }
 
@@ -346,7 +346,7 @@ fn what_the_device_itself_refused_is_asked_for_though_the_budget_has_room() {
     let (giver, waiter) = (join(&home.dir, &one), join(&home.dir, &two));
     giver.take(50).unwrap();
     giver.offer(50);
-    waiter.wait_for(20);
+    waiter.wait_for(20, 20);
     assert_eq!(giver.part(), 20);
     assert!(giver.others_short() && !waiter.others_short());
 }
@@ -359,7 +359,7 @@ fn a_shortage_that_is_not_renewed_is_forgotten() {
     let (giver, waiter) = (join(&home.dir, &one), join(&home.dir, &two));
     giver.take(90).unwrap();
     giver.offer(90);
-    waiter.wait_for(30);
+    waiter.wait_for(30, 0);
     assert_eq!(giver.part(), 20);
     std::thread::sleep(Duration::from_millis(1100));
     assert_eq!((giver.part(), giver.others_short()), (0, false));
@@ -383,9 +383,9 @@ fn four_instances_that_want_everything_each_have_a_fair_share() {
             match share.take(5) {
                 Ok(()) => {
                     *had += 5;
-                    share.wait_for(0);
+                    share.wait_for(0, 0);
                 }
-                Err(_) => share.wait_for(5),
+                Err(_) => share.wait_for(5, 0),
             }
         }
         assert!(had.iter().sum::<u64>() <= 100);
@@ -467,7 +467,7 @@ fn an_instance_does_not_wait_for_itself() {
     first.offer(40);
     second.take(20).unwrap();
     other.take(30).unwrap();
-    second.wait_for(30);
+    second.wait_for(30, 0);
     assert!(!first.others_short() && other.others_short());
     assert_eq!(first.part(), 0, "of its own shortage");
     assert_eq!(first.room(), 10, "nor is anything kept from it for itself");
@@ -487,7 +487,7 @@ fn the_dead_are_asked_for_nothing() {
     giver.take(40).unwrap();
     giver.offer(40);
     dead.kill();
-    waiter.wait_for(20); // refused by the device: the budget has them
+    waiter.wait_for(20, 20); // refused by the device: the budget has them
     assert_eq!(giver.part(), 20);
 }
 

@@ -136,7 +136,7 @@ fn budgets_are_listed() {
     share.take(3 * GIB).unwrap();
     engine.record.publish_needs(GIB, 5);
     kvctl(dir, &["limit", "llama", "8G"]);
-    share.wait_for(GIB); // counts for a second
+    share.wait_for(GIB, 0); // counts for a second
     let pid = std::process::id();
     let width = pid.to_string().len().max(3);
     assert_eq!(
@@ -156,7 +156,7 @@ host    16.00 GiB  3.00 GiB  13.00 GiB  1.00 GiB
             String::new()
         )
     );
-    share.wait_for(GIB);
+    share.wait_for(GIB, 0);
     let (_, out, _) = kvctl(dir, &["list", "--json"]);
     let parsed: serde_json::Value = serde_json::from_str(&out).unwrap();
     let instance = &parsed["instances"][0];

@@ -8,7 +8,7 @@ use std::time::Instant;
 use crate::beside::Beside;
 use crate::fork::Owner;
 use crate::mapper::{Cause, MapFailure, Mapper, UnmapFailure, Watcher};
-use crate::shortage::Shortage;
+use crate::shortage::{Lack, Shortage};
 
 /// This process's part of the devices that its memory lies on. Bytes are those of one device.
 pub trait Share: Send + Sync {
@@ -24,9 +24,8 @@ pub trait Share: Send + Sync {
     /// What [`Share::take`] would allow now.
     fn room(&self) -> u64;
 
-    /// So many bytes are lacking to `waiter` since it was last refused, by the share or by the device itself; 0: it got what it
-    /// wanted.
-    fn short(&self, waiter: Waiter, bytes: u64);
+    /// This is lacking to `waiter` since it was last refused; 0 bytes: it got what it wanted.
+    fn short(&self, waiter: Waiter, lack: Lack);
 }
 
 /// Tells those apart that wait for memory of one [`Share`].
@@ -114,7 +113,7 @@ impl Budgeted {
         let taken = charge.untaken(pages);
         let bytes = taken.len() as u64 * charge.page_bytes;
         if let Err(source) = self.take(bytes, waits) {
-            charge.refused(bytes, waits);
+            charge.refused(bytes, waits, false);
             return Err(MapFailure::OutOfMemory { source });
         }
         charge.account().pages.extend(&taken);
@@ -128,7 +127,7 @@ impl Budgeted {
             Err(MapFailure::Broken { .. }) => charge.account().broken = true,
             Err(MapFailure::OutOfMemory { .. }) => {
                 charge.settle(&taken);
-                charge.refused(bytes, waits);
+                charge.refused(bytes, waits, true);
             }
             Err(MapFailure::Driver { .. }) => charge.settle(&taken),
         }
@@ -205,6 +204,12 @@ impl Mapper for Budgeted {
         self.inner.virtual_bytes()
     }
 
+    fn lacks(&self, bytes: u64) {
+        let (now, mut account) = (Instant::now(), self.charge.account());
+        account.shortage.wants(bytes, now);
+        self.charge.share.short(self.charge.waiter, account.shortage.lack(now));
+    }
+
     fn is_over_ranks(&self) -> bool {
         self.inner.is_over_ranks()
     }
@@ -245,19 +250,19 @@ impl Charge {
     }
 
     /// Who waits is told to lack memory; not while some is on its way back, after which it is asked for again.
-    fn refused(&self, bytes: u64, waits: bool) {
+    fn refused(&self, bytes: u64, waits: bool, by_device: bool) {
         if waits && self.unmapping.load(Ordering::SeqCst) == 0 {
             let now = Instant::now();
             let mut account = self.account();
-            account.shortage.refused(bytes, now);
-            self.share.short(self.waiter, account.shortage.bytes(now));
+            account.shortage.refused(bytes, by_device, now);
+            self.share.short(self.waiter, account.shortage.lack(now));
         }
     }
 
     fn got(&self, bytes: u64) {
         let mut account = self.account();
         if account.shortage.got(bytes) {
-            self.share.short(self.waiter, account.shortage.bytes(Instant::now()));
+            self.share.short(self.waiter, account.shortage.lack(Instant::now()));
         }
     }
 
@@ -278,7 +283,7 @@ impl Drop for Charge {
         if self.owner.is_other() {
             return; // a fork has none of the memory, and what is charged is its parent's
         }
-        self.share.short(self.waiter, 0);
+        self.share.short(self.waiter, Lack::default());
         let (gone, account) = (self.inner.strong_count() == 0, self.account());
         let left = account.bytes(self.page_bytes);
         if gone && !account.broken && left > 0 {

@@ -38,6 +38,7 @@ pub use mapper::{Cause, MapFailure, Mapper, UnmapFailure, Watcher};
 pub use meter::{Meter, NoMeter, Usage};
 pub use pool::Pool;
 pub use shares::Shares;
+pub use shortage::Lack;
 pub use state::Tally;
 pub use stats::PoolStats;
 pub use steward::{CachePolicy, Cached, Steward};

@@ -47,6 +47,11 @@ pub trait Mapper: Send + Sync {
     /// Reserved addresses, bytes.
     fn virtual_bytes(&self) -> u64;
 
+    /// Somebody who was refused pages would take so many bytes in all, if it had them; 0: it needs none any more.
+    fn lacks(&self, bytes: u64) {
+        let _ = bytes;
+    }
+
     /// Whether several ranks do together what is asked: as one, or not at all.
     fn is_over_ranks(&self) -> bool {
         false

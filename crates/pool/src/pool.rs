@@ -269,6 +269,19 @@ impl Pool {
         }
     }
 
+    /// Who was refused memory would take so many free blocks in all, if it had them: others who share the device are asked for
+    /// that much, up to what this pool could hold, in place of what was refused. To be said again within a second. 0: it has found
+    /// another way.
+    pub fn lacks(&self, blocks: u32) -> Result<(), PoolError> {
+        let state = self.shared.enter()?;
+        let more = u64::from(blocks.saturating_sub(state.ledger.backed_free_blocks()));
+        let pages = more.div_ceil(u64::from(state.ledger.layout().blocks_per_page));
+        let pages = pages.min(u64::from(state.ledger.page_counts().free));
+        drop(state);
+        self.shared.mapper.lacks(pages * self.shared.page_bytes);
+        Ok(())
+    }
+
     /// Returns with the lock held, so that nobody takes what it has counted.
     fn back_demand<'a>(&'a self, mut state: Guard<'a>, n: u32) -> Result<Guard<'a>, PoolError> {
         let deadline = self.shared.deadline();

@@ -9,7 +9,7 @@ use kvcached_control::{BudgetShare, ControlError, InstanceRecord, Timer};
 
 use crate::budgeted::{Share, Waiter};
 use crate::mapper::Cause;
-use crate::shortage::FORGOTTEN;
+use crate::shortage::{FORGOTTEN, Lack};
 
 /// A shortage that has not changed is told again after that long, well before the others forget it.
 const RENEWED: Duration = Duration::from_millis(200);
@@ -34,13 +34,14 @@ pub(crate) struct Room {
 
 #[derive(Default)]
 struct Shortages {
-    of: BTreeMap<Waiter, Lack>,
-    told: Option<(u64, Instant)>,
+    of: BTreeMap<Waiter, Waiting>,
+    /// Bytes, and how many of them the device refused.
+    told: Option<((u64, u64), Instant)>,
 }
 
-/// What one waiter lacks.
-struct Lack {
-    bytes: u64,
+/// One that waits.
+struct Waiting {
+    lack: Lack,
     since: Instant,
     renewed: Instant,
 }
@@ -125,16 +126,19 @@ impl Shares {
     fn tell(&self, shortages: &mut Shortages) -> u64 {
         let now = Instant::now();
         let live = |at: Instant| now.saturating_duration_since(at) < FORGOTTEN;
-        shortages.of.retain(|_, lack| live(lack.renewed));
-        let lacking: u64 = shortages.of.values().map(|lack| lack.bytes).sum();
+        shortages.of.retain(|_, waiting| live(waiting.renewed));
+        let sum = |of: &dyn Fn(&Lack) -> bool| -> u64 {
+            shortages.of.values().map(|waiting| waiting.lack).filter(of).map(|lack| lack.bytes).sum()
+        };
         // Nobody can help with what the limit refuses.
         let limit = self.record.terms().limit_bytes.unwrap_or(u64::MAX);
-        let bytes = lacking.min(limit.saturating_sub(self.granted()));
+        let bytes = sum(&|_| true).min(limit.saturating_sub(self.granted()));
+        let by_device = sum(&|lack| lack.by_device).min(bytes);
         let (told, at) = shortages.told.unzip();
         let due = bytes > 0 && at.is_none_or(|at| now.saturating_duration_since(at) >= RENEWED);
-        if told.unwrap_or(0) != bytes || due {
-            shortages.told = Some((bytes, now));
-            self.devices.iter().for_each(|device| device.wait_for(bytes));
+        if told.unwrap_or_default() != (bytes, by_device) || due {
+            shortages.told = Some(((bytes, by_device), now));
+            self.devices.iter().for_each(|device| device.wait_for(bytes, by_device));
         }
         bytes
     }
@@ -169,19 +173,19 @@ impl Share for Shares {
         self.devices.iter().map(BudgetShare::room).min().unwrap_or(u64::MAX)
     }
 
-    fn short(&self, waiter: Waiter, bytes: u64) {
+    fn short(&self, waiter: Waiter, lack: Lack) {
         let (now, mut shortages) = (Instant::now(), self.shortages());
-        let since = shortages.of.get(&waiter).map(|lack| lack.since);
-        if bytes > 0 {
+        let since = shortages.of.get(&waiter).map(|waiting| waiting.since);
+        if lack.bytes > 0 {
             let since = since.unwrap_or(now);
-            shortages.of.insert(waiter, Lack { bytes, since, renewed: now });
+            shortages.of.insert(waiter, Waiting { lack, since, renewed: now });
         } else if let Some(since) = since {
             shortages.of.remove(&waiter);
             self.record.metrics().time(Timer::Shortage, now.saturating_duration_since(since));
         }
         self.tell(&mut shortages);
         drop(shortages);
-        if bytes > 0 {
+        if lack.bytes > 0 {
             self.room_before.fetch_min(self.room(), Ordering::SeqCst);
             self.rouse();
         }

@@ -156,6 +156,56 @@ fn who_waits_gets_the_reserve_of_others_and_then_their_cached_prefixes() {
     assert_eq!(a.shares.granted() + b.shares.granted(), BUDGET);
 }
 
+#[test]
+fn who_says_what_it_lacks_in_all_is_given_it_at_once() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("records");
+    let refusals = |says: bool| {
+        let a = Engine::plain(&dir, "a");
+        let b = Engine::plain(&dir, "b");
+        let cache = a.cache(10);
+        let (mut count, mut pages) = (0, 0);
+        soon("b has five pages, a page a step", || {
+            if b.pool.alloc(4).unwrap().is_some() {
+                pages += 1;
+            } else {
+                count += 1;
+                if says {
+                    b.pool.lacks(4 * (5 - pages)).unwrap();
+                }
+                let began = Instant::now();
+                while b.shares.granted() + a.shares.granted() == BUDGET && began.elapsed() < SOON {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                std::thread::sleep(Duration::from_millis(30)); // a step, and all that is given meanwhile
+            }
+            pages == 5
+        });
+        assert_eq!(cache.len(), 5, "no more than that is evicted: {says} {count}");
+        count
+    };
+    assert_eq!(refusals(true), 1);
+    assert!(refusals(false) >= 4, "which is what it is for");
+}
+
+#[test]
+fn nobody_lacks_more_than_its_pool_and_its_limit_can_hold() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("records");
+    let terms = Terms { limit_bytes: Some(4 * PAGE_BYTES), min_bytes: 0 };
+    let [a, b] = [Engine::plain(&dir, "a"), Engine::begin(&dir, "b", terms, NEVER, 0)];
+    let _cache = a.cache(10);
+    b.pool.lacks(4 * 3).unwrap();
+    assert_eq!(b.shares.short_bytes(), 3 * PAGE_BYTES);
+    b.pool.lacks(u32::MAX).unwrap();
+    assert_eq!(b.shares.short_bytes(), 4 * PAGE_BYTES, "by the limit");
+    soon("it has them", || b.pool.alloc(4 * 4).unwrap().is_some());
+    b.pool.lacks(0).unwrap();
+    assert_eq!(b.shares.short_bytes(), 0);
+    b.pool.shutdown().unwrap();
+    assert!(b.pool.lacks(1).is_err());
+}
+
 /// A cache whose pages all hold something that is in use, of an engine that may not answer.
 #[derive(Default)]
 struct Stuck {
@@ -217,17 +267,30 @@ fn who_asks_for_other_terms_does_not_wait_for_the_engine() {
     assert_eq!(answered.outcome, Outcome::Applied);
 }
 
+/// A page of zeros lies beside the pages.
+struct WithZeros(Arc<Fake>);
+
+impl Mapper for WithZeros {
+    fn map(&self, pages: &[u32]) -> Result<Vec<u32>, MapFailure> {
+        self.0.map(pages)
+    }
+    fn unmap(&self, pages: &[u32]) -> Result<(), UnmapFailure> {
+        self.0.unmap(pages)
+    }
+    fn held_beside(&self) -> u64 {
+        PAGE_BYTES
+    }
+    without_memory!();
+}
+
 #[test]
 fn a_limit_is_met_when_what_lies_beside_the_pages_fits_too() {
     let home = tempfile::tempdir().unwrap();
     let dir = home.path().join("records");
-    let a = Engine::plain(&dir, "a");
+    let a = Engine::over(&dir, "a", Terms::default(), NEVER, 0, |fake| Arc::new(WithZeros(fake)));
     let ids = a.pool.alloc(4 * 3).unwrap().unwrap();
-    a.fake.keep_beside(PAGE_BYTES);
-    a.fake.fail_at(0, Fault::Refused); // cannot be given back either
     let deferred = answer(&dir, "a", limit(3));
     assert_eq!(deferred.outcome, Outcome::Deferred, "three pages, and one beside them");
-    a.fake.heal();
     a.pool.free(&ids[..4]).unwrap();
     let again = Change { revision: Some(deferred.revision), ..limit(3) };
     soon("two pages and one beside them", || answer(&dir, "a", again).outcome == Outcome::Applied);

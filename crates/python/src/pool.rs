@@ -342,6 +342,11 @@ impl Pool {
         self.run(py, |pool| pool.reserve_demand(n))
     }
 
+    fn lacks(&self, py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<()> {
+        let n = ids::count(n)?;
+        self.run(py, |pool| pool.lacks(n))
+    }
+
     fn try_to_reserve(&self, py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<bool> {
         let n = ids::count(n)?;
         self.run(py, |pool| pool.try_to_reserve(n))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcached import _core
 from kvcached.errors import KVCachedError
-from kvcached.instance import process_record, shares
+from kvcached.instance import TermsRefused, process_record, shares
 from kvcached.integration.attached import Attached
 from kvcached.integration.kernels import weakest
 from kvcached.integration.plan import Plan, devices_shown
@@ -110,12 +110,11 @@ class EngineMemory(Attached):
 
         Raises:
             GeometryError: no page fits, or ids would pass 2^31.
-            KVCachedConfigError: the name of this instance is taken, or its minimum or its budget does not fit those of others.
+            KVCachedConfigError: the name of this instance is taken.
+            TermsRefused: its minimum or its budget does not fit those of others; its limit is less than what it needs to start.
         """
         devices = devices_shown([survey.device for survey in surveys])
         self._hardware = [survey.hardware for survey in surveys]
-        # A taken name, and a minimum that does not fit, are refused before anything is allocated.
-        process_record(self.launch.name, devices, self._hardware)
         ground = weakest([survey.ground for survey in surveys])
         plan = Plan(
             agreement,
@@ -124,6 +123,7 @@ class EngineMemory(Attached):
             self.launch.settings.page_bytes,
         )
         geometry = plan.geometry()
+        self._agree_on_terms(geometry.page_bytes, devices)
         for warning in sorted({survey.ground.warning for survey in surveys} - {""}):
             logger.warning("%s", warning)
         logger.info(
@@ -137,6 +137,18 @@ class EngineMemory(Attached):
         self.plan, self.devices = plan, devices
         _live.add(self)
         return plan
+
+    def _agree_on_terms(self, page_bytes: int, devices: str) -> None:
+        """Before anything is allocated."""
+        settings = self.launch.settings
+        reserve = settings.pool_options["min_reserved_bytes"]
+        least = page_bytes * (1 + -(-reserve // page_bytes))
+        if settings.limit_bytes is not None and settings.limit_bytes < least:
+            raise TermsRefused(
+                f"KVCACHED_LIMIT is {settings.limit_bytes} bytes, and an engine starts with {least}: a page of {page_bytes} and the minimum "
+                f"reserve (KVCACHED_MIN_RESERVED_MB). Raise it, or make pages smaller with KVCACHED_PAGE_MB"
+            )
+        process_record(self.launch.name, devices, self._hardware)
 
     # ------------------------------------------------------------ the pool
 

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from kvcached.config import Settings
 from kvcached.errors import KVCachedConfigError
+from kvcached.instance import TermsRefused
 
 __all__ = ["UnsupportedConfiguration", "decline", "refuse"]
 
@@ -33,9 +34,9 @@ def decline(error: Exception) -> None:
     """Nothing was changed yet: warn and let the engine start without us.
 
     Raises:
-        KVCachedConfigError: `error` itself where the user asked for kvcached or nothing.
+        KVCachedConfigError: `error` itself where the user asked for kvcached or nothing, or is about terms that cannot be kept.
     """
-    if _strict():
+    if isinstance(error, TermsRefused) or _strict():
         if isinstance(error, KVCachedConfigError):
             raise error
         raise KVCachedConfigError(f"kvcached cannot be used here: {error!r}") from error

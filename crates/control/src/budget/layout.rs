@@ -102,9 +102,9 @@ impl Slot {
         self.inode.load(Ordering::Relaxed) == inode
     }
 
-    pub fn set_shortage(&self, bytes: u64, by_device: bool, now_ns: u64) {
+    pub fn set_shortage(&self, bytes: u64, by_device_bytes: u64, now_ns: u64) {
         self.shortage_bytes.store(bytes, Ordering::Relaxed);
-        self.by_device_bytes.store(if by_device { bytes } else { 0 }, Ordering::Relaxed);
+        self.by_device_bytes.store(by_device_bytes, Ordering::Relaxed);
         self.shortage_ns.store(now_ns, Ordering::Release);
     }
 

@@ -217,9 +217,11 @@ impl BudgetShare {
         Ok(())
     }
 
-    /// This instance waits for so many bytes, which it was refused, by this budget or by the device itself; 0: no longer. To be said
-    /// again within a second. Rings for those that have something to give back.
-    pub fn wait_for(&self, shortage_bytes: u64) {
+    /// This instance waits for so many bytes, which it was refused; 0: no longer. To be said again within a second. Rings for those
+    /// that have something to give back.
+    ///
+    /// `by_device_bytes`: of these, what the device itself refused: what is free in the budget does not help.
+    pub fn wait_for(&self, shortage_bytes: u64, by_device_bytes: u64) {
         if self.instance.is_foreign() {
             return;
         }
@@ -227,17 +229,16 @@ impl BudgetShare {
         let before = self.own().shortage(now).0;
         if shortage_bytes == 0 {
             if before > 0 {
-                self.own().set_shortage(0, false, now);
+                self.own().set_shortage(0, 0, now);
                 // What was kept for this instance may be others' now.
                 self.ring_where(|slot| slot.shortage(now).0 > 0);
             }
             return;
         }
-        if self.room() >= shortage_bytes {
+        if by_device_bytes > 0 {
             self.sweep_gated(); // what the dead could give back would be asked of nobody
         }
-        let by_device = self.room() >= shortage_bytes;
-        self.own().set_shortage(shortage_bytes, by_device, now);
+        self.own().set_shortage(shortage_bytes, by_device_bytes, now);
         let pause = u64::try_from(RING_PAUSE.as_nanos()).unwrap_or(u64::MAX);
         let rang = self.rang_ns.load(Ordering::Relaxed);
         if shortage_bytes > before || now.saturating_sub(rang) >= pause {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use kvcached_pool::{Cause, Share, Waiter};
+use kvcached_pool::{Cause, Lack, Share, Waiter};
 
 /// Bytes of a device that all shares have together.
 #[derive(Default)]
@@ -90,9 +90,9 @@ impl Share for Part {
         budget.budget_bytes.saturating_sub(budget.granted_bytes)
     }
 
-    fn short(&self, waiter: Waiter, bytes: u64) {
+    fn short(&self, waiter: Waiter, lack: Lack) {
         let mut inner = self.inner();
-        inner.short.insert(waiter, bytes);
+        inner.short.insert(waiter, lack.bytes);
         inner.short.retain(|_, bytes| *bytes > 0);
     }
 }

@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from itertools import islice
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from kvcached.integration.sglang.allocator import ElasticAllocator
+from kvcached.integration.sglang.eviction import adopt
 
 __all__ = [
     "begin_pass",
@@ -27,6 +29,8 @@ __all__ = [
 ]
 
 STARVED_SLEEP_S = 0.001
+LOOKED_AT = 64
+"""Requests that wait: those that are next."""
 _PARKED = "_kvcached_parked"
 
 
@@ -39,6 +43,8 @@ def begin_pass(original: Any) -> Any:
         if not isinstance(allocator, ElasticAllocator):
             return original(self, running_batch=running_batch, last_batch=last_batch)
         allocator.collect()
+        if allocator.prefixes is not None:
+            allocator.prefixes.serve()  # before this pass's epoch: what goes for others need not wait for its batch
         waiting = self.waiting_queue or self.chunked_req is not None
         if waiting or last_batch or not running_batch.is_empty():
             # What is evicted or retracted in this pass is for those that are admitted in it: it stays mapped until
@@ -51,6 +57,7 @@ def begin_pass(original: Any) -> Any:
             allocator.ask_device()
         allocator.refused = False
         plan = original(self, running_batch=running_batch, last_batch=last_batch)
+        allocator.lack(_wanted_tokens(self) if waiting and allocator.refused else 0)
         if plan.batch_to_run is None and waiting and allocator.is_short:
             # Every request waits for memory that others hold: ask again soon, not at once, for each question is a
             # driver call that they have to wait for.
@@ -58,6 +65,17 @@ def begin_pass(original: Any) -> Any:
         return plan
 
     return get_next_batch_to_run
+
+
+def _wanted_tokens(scheduler: Any) -> int:
+    """Tokens that those who wait would take in all, as far as they are known, beyond those of cached prefixes that no request uses, which are
+    evicted first: so much is asked of others that share the device. What one pass is refused is a page or two. Found prefixes are left out where
+    SGLang has looked for them.
+    """
+    waiting = islice(scheduler.waiting_queue, LOOKED_AT)
+    requests = [*waiting, *([scheduler.chunked_req] if scheduler.chunked_req is not None else [])]
+    lengths = [len(req.origin_input_ids) + len(req.output_ids) - len(req.prefix_indices) for req in requests]
+    return max(0, sum(max(0, length) for length in lengths) - int(scheduler.tree_cache.evictable_size()))
 
 
 def secured_request(original: Any) -> Any:
@@ -161,13 +179,14 @@ class _LogicalCount:
 
 
 def observer_counts_blocks(original: Any) -> Any:
-    """Replacement of `Scheduler.init_pool_stats_observer`."""
+    """Replacement of `Scheduler.init_pool_stats_observer`, which is called once when the scheduler has its pools and its tree."""
 
     @functools.wraps(original)
     def init_pool_stats_observer(self: Any) -> None:
         original(self)
         allocator = self.token_to_kv_pool_allocator
         if isinstance(allocator, ElasticAllocator):
+            adopt(self)
             self.pool_stats_observer = dataclasses.replace(
                 self.pool_stats_observer, token_to_kv_pool_allocator=_LogicalCount(allocator)
             )

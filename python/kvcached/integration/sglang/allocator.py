@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvcached import _core
     from kvcached.integration.memory import EngineMemory
+    from kvcached.integration.sglang.eviction import CachedPrefixes
 
 __all__ = ["ElasticAllocator", "ElasticPagedAllocator", "ElasticTokenAllocator", "make_elastic"]
 
@@ -51,6 +52,8 @@ class ElasticAllocator:
 
     memory: EngineMemory
     pool: _core.Pool
+    prefixes: CachedPrefixes | None = None
+    """What the scheduler caches, where it can go when its memory is wanted."""
     refused: bool
     """Memory that was asked for in this pass of the scheduler could not be had."""
 
@@ -60,6 +63,8 @@ class ElasticAllocator:
     _shown: torch.Tensor | None = None
     _pending: deque[_Freed]
     _pending_blocks: int
+    _lacking: bool
+    """Others may have been told that memory is wanted."""
     _settled: int
     """The last epoch after which nothing was queued."""
 
@@ -70,6 +75,7 @@ class ElasticAllocator:
         self.refused = False
         self._pending, self._pending_blocks = deque(), 0
         self._settled = 0
+        self._lacking = False
 
     # ------------------------------------------------------------ counting
 
@@ -110,6 +116,12 @@ class ElasticAllocator:
         short = max(0, blocks - on_hand)
         self.refused = self.refused or short > 0
         return short * self.page_size
+
+    def lack(self, num_tokens: int) -> None:
+        """At the end of a pass: so many free tokens would be taken in all, were there memory for them. Others that share the device are told."""
+        if num_tokens or self._lacking or self.refused:
+            self.pool.lacks(-(-num_tokens // self.page_size))
+            self._lacking = num_tokens > 0
 
     # ------------------------------------------------------------ allocating
 

@@ -62,6 +62,8 @@ class BlockLedger:
         several times a request and step; the core is asked again in each step."""
         self.refused = False
         """Memory was refused in this step: not asked for again before the next one."""
+        self.lacking = False
+        """Others were told that memory is wanted, at the end of the last step."""
         self._items = items
         self._ids_per_page, self._per_page = geometry.ids_per_page, geometry.blocks_per_page
         self._pages = range(geometry.num_pages(pool.num_blocks))

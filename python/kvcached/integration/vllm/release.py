@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from kvcached.integration.memory import EngineMemory
+from kvcached.integration.vllm.demand import wanted_blocks
 
 __all__ = ["begin_step", "end_step", "undisturbed"]
 
@@ -39,6 +40,10 @@ def begin_step(original: Any) -> Any:
             ledger.begin_step()
             output = original(self, *args, **kwargs)
             setattr(output, _EPOCH, epoch)
+            if ledger.refused or ledger.lacking:
+                lacking = wanted_blocks(self, memory.pool.geometry.tokens_per_block) if ledger.refused else 0
+                memory.pool.lacks(lacking)
+                ledger.lacking = lacking > 0
         if ledger.refused and not output.total_num_scheduled_tokens:
             # Every request waits for memory that others hold: ask again soon, not at once, for each
             # question is a driver call that they have to wait for.

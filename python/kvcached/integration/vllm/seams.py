@@ -200,6 +200,7 @@ def _relied_on(versions: Versions) -> list[Seam]:
         f"{pool}.free_blocks": ("self", "ordered_blocks"),
         f"{pool}.touch": ("self", "blocks"),
         f"{pool}.reset_prefix_cache": ("self",),
+        f"{pool}.get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
         f"{pool}._maybe_evict_cached_block": ("self", "block"),
         f"{pool}._remove_cached_block_hashes": ("self", "block"),
         f"{pool}._insert_block_hash": ("self", "block_hash_with_group_id", "block", "num_tokens"),
