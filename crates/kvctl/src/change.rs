@@ -173,7 +173,12 @@ mod tests {
         let total = Figures { used_bytes: 4 * GIB, quarantined_bytes: 2 * GIB, ..Figures::default() };
         Snapshot {
             instances: vec![Instance { name: "llama".to_owned(), total, ..Instance::default() }],
-            budgets: vec![Budget::new("host".to_owned(), 16 * GIB, members)],
+            budgets: vec![Budget {
+                device: "host".to_owned(),
+                budget_bytes: 16 * GIB,
+                members,
+                ..Budget::default()
+            }],
             ..Snapshot::default()
         }
     }

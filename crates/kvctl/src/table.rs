@@ -89,7 +89,7 @@ fn table<const N: usize>(columns: &[Column; N], rows: impl Iterator<Item = [Stri
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::view::{Figures, Member};
+    use crate::view::Figures;
 
     #[test]
     fn instances_and_what_they_share() {
@@ -114,15 +114,21 @@ mod tests {
             device: "cpu".to_owned(),
             ..Instance::default()
         };
-        let share = Member {
-            name: "llama-8b".to_owned(),
-            granted_bytes: 4 << 30,
-            shortage_bytes: 1 << 20,
-            ..Member::default()
-        };
         let budgets = vec![
-            Budget::new("GPU-5f0c9a1e-93c8-4b7e-b0c1-3d2f4f5a6b7c".to_owned(), 140 << 30, vec![share]),
-            Budget::new("host".to_owned(), 16 << 30, Vec::new()),
+            Budget {
+                device: "GPU-5f0c9a1e-93c8-4b7e-b0c1-3d2f4f5a6b7c".to_owned(),
+                budget_bytes: 140 << 30,
+                granted_bytes: 4 << 30,
+                free_bytes: 136 << 30,
+                shortage_bytes: 1 << 20,
+                members: Vec::new(),
+            },
+            Budget {
+                device: "host".to_owned(),
+                budget_bytes: 16 << 30,
+                free_bytes: 16 << 30,
+                ..Budget::default()
+            },
         ];
         let snapshot = Snapshot { instances: vec![llama, tiny], budgets, unreadable: Vec::new() };
         assert_eq!(

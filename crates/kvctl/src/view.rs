@@ -5,7 +5,7 @@
 use std::io::Write;
 use std::path::Path;
 
-use kvcached_control::{BudgetListed, ControlError, InstanceView, Listed, MemberView, PoolView};
+use kvcached_control::{BudgetListed, BudgetView, ControlError, InstanceView, Listed, MemberView, PoolView};
 use serde::Serialize;
 
 /// All instances and all budgets.
@@ -90,10 +90,7 @@ pub(crate) fn look(dir: &Path) -> Result<Snapshot, ControlError> {
     }
     for listed in kvcached_control::budgets(dir)? {
         match listed {
-            BudgetListed::Budget(view) => {
-                let members = view.members.into_iter().map(Member::from).collect();
-                snapshot.budgets.push(Budget::new(view.device, view.budget_bytes, members));
-            }
+            BudgetListed::Budget(view) => snapshot.budgets.push(view.into()),
             BudgetListed::Unreadable { path, why } => snapshot.unreadable.push(Unreadable::new(&path, &why)),
         }
     }
@@ -148,17 +145,6 @@ impl Instance {
 }
 
 impl Budget {
-    pub(crate) fn new(device: String, budget_bytes: u64, members: Vec<Member>) -> Self {
-        let mut budget = Self { device, budget_bytes, members, ..Self::default() };
-        // Saturating: the figures are other processes' word.
-        let sum = |bytes: fn(&Member) -> u64| budget.members.iter().map(bytes).fold(0, u64::saturating_add);
-        let (granted_bytes, shortage_bytes) = (sum(|m| m.granted_bytes), sum(|m| m.shortage_bytes));
-        budget.granted_bytes = granted_bytes;
-        budget.free_bytes = budget_bytes.saturating_sub(granted_bytes);
-        budget.shortage_bytes = shortage_bytes;
-        budget
-    }
-
     /// What the minimums of the others leave to this one.
     pub(crate) fn unpromised_but_for(&self, name: &str) -> u64 {
         let others = self.members.iter().filter(|member| member.name != name).map(|member| member.min_bytes);
@@ -197,6 +183,19 @@ impl From<InstanceView> for Instance {
     }
 }
 
+impl From<BudgetView> for Budget {
+    fn from(view: BudgetView) -> Self {
+        Self {
+            granted_bytes: view.granted_bytes(),
+            free_bytes: view.free_bytes(),
+            shortage_bytes: view.shortage_bytes(),
+            device: view.device,
+            budget_bytes: view.budget_bytes,
+            members: view.members.into_iter().map(Member::from).collect(),
+        }
+    }
+}
+
 impl From<MemberView> for Member {
     fn from(view: MemberView) -> Self {
         Self {
@@ -224,8 +223,10 @@ impl From<&PoolView> for Figures {
 mod tests {
     use super::*;
 
-    fn member(name: &str, granted_bytes: u64) -> Member {
-        Member { name: name.to_owned(), granted_bytes, shortage_bytes: 1, ..Member::default() }
+    fn budget(device: &str, budget_bytes: u64, members: &[&str]) -> Budget {
+        let member = |name: &&str| Member { name: (*name).to_owned(), ..Member::default() };
+        let members = members.iter().map(member).collect();
+        Budget { device: device.to_owned(), budget_bytes, members, ..Budget::default() }
     }
 
     fn instance(name: &str) -> Instance {
@@ -233,21 +234,10 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_is_granted_or_free() {
-        let budget = Budget::new("host".to_owned(), 100, vec![member("a", 30), member("b", 50)]);
-        assert_eq!((budget.granted_bytes, budget.free_bytes, budget.shortage_bytes), (80, 20, 2));
-        assert_eq!(Budget::new("host".to_owned(), 100, vec![member("a", 101)]).free_bytes, 0);
-    }
-
-    #[test]
     fn names_choose_instances_and_their_budgets() {
         let snapshot = Snapshot {
             instances: vec![instance("a"), instance("b")],
-            budgets: vec![
-                Budget::new("x".to_owned(), 200, vec![member("a", 0)]),
-                Budget::new("y".to_owned(), 100, vec![member("a", 0), member("b", 0)]),
-                Budget::new("z".to_owned(), 50, vec![member("c", 0)]),
-            ],
+            budgets: vec![budget("x", 200, &["a"]), budget("y", 100, &["a", "b"]), budget("z", 50, &["c"])],
             unreadable: Vec::new(),
         };
         let devices = |of: &Snapshot| of.budgets.iter().map(|b| b.device.clone()).collect::<Vec<_>>();

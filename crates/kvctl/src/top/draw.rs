@@ -234,8 +234,16 @@ mod tests {
         alone.device = "cpu".to_owned();
         alone.total.quarantined_bytes = 2 << 20;
         let members = vec![member("qwen-draining", 7 * GIB, 0), member("llama-8b", 33 * GIB, 3 * GIB / 2)];
-        let gpu = Budget::new("GPU-5f0c9a1e-93c8-4b7e-b0c1-3d2f4f5a6b7c".to_owned(), 40 * GIB, members);
-        let host = Budget::new("host".to_owned(), 256 * GIB, Vec::new());
+        let gpu = Budget {
+            device: "GPU-5f0c9a1e-93c8-4b7e-b0c1-3d2f4f5a6b7c".to_owned(),
+            budget_bytes: 40 * GIB,
+            granted_bytes: 40 * GIB,
+            free_bytes: 0,
+            shortage_bytes: 3 * GIB / 2,
+            members,
+        };
+        let (budget_bytes, free_bytes) = (256 * GIB, 256 * GIB);
+        let host = Budget { device: "host".to_owned(), budget_bytes, free_bytes, ..Budget::default() };
         let snapshot = Snapshot {
             instances: vec![draining, short, alone],
             budgets: vec![gpu, host],
