@@ -1,7 +1,7 @@
 //! Waiting that a signal, or a reader who leaves, ends.
 
-use std::io;
-use std::os::fd::AsFd;
+use std::io::{self, Stdin};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -37,13 +37,13 @@ impl Interrupts {
     }
 
     /// Waits for `time`, for something to read from `input`, or for the end.
-    pub(crate) fn wait(&self, time: Duration, input: Option<&dyn AsFd>) -> io::Result<Woken> {
+    pub(crate) fn wait(&self, time: Duration, input: Option<&Stdin>) -> io::Result<Woken> {
         let timeout = Timespec::try_from(time).map_err(io::Error::other)?;
         let stdout = io::stdout();
         // No events of standard output are asked for: that its reader has gone is always told.
         let mut watched =
             vec![PollFd::new(&self.arrived, PollFlags::IN), PollFd::new(&stdout, PollFlags::empty())];
-        watched.extend(input.map(|input| PollFd::from_borrowed_fd(input.as_fd(), PollFlags::IN)));
+        watched.extend(input.map(|input| PollFd::new(input, PollFlags::IN)));
         match poll(&mut watched, Some(&timeout)) {
             Ok(_) => {}
             // Some other signal: one round is shorter. One of ours shows in the next.
@@ -57,6 +57,13 @@ impl Interrupts {
         }
         let is_readable = rest.iter().any(|fd| fd.revents().contains(PollFlags::IN));
         Ok(if is_readable { Woken::Input } else { Woken::Time })
+    }
+}
+
+/// For a wait of another kind: readable once a signal came.
+impl AsFd for Interrupts {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.arrived.as_fd()
     }
 }
 

@@ -14,11 +14,13 @@ use serde::Serialize;
 
 use crate::Failure;
 use crate::args::Metrics;
+use crate::view::{Unreadable, look};
 
 /// What `--json` prints: fields are added, never renamed or removed.
 #[derive(Serialize)]
 struct Families<'a> {
     families: Vec<OneFamily<'a>>,
+    unreadable: &'a [Unreadable],
 }
 
 #[derive(Serialize)]
@@ -59,9 +61,11 @@ pub(crate) fn run(
     if let Some(address) = args.listen {
         return serve::run(dir, address, out, err);
     }
-    let found = families(dir, |_| true)?;
+    let mut figures = Figures::new(dir, err);
+    let found = figures.families()?;
     if args.json {
-        serde_json::to_writer_pretty(&mut *out, &shown(&found)).map_err(std::io::Error::from)?;
+        serde_json::to_writer_pretty(&mut *out, &shown(&found, &figures.unreadable))
+            .map_err(std::io::Error::from)?;
         writeln!(out)?;
     } else {
         out.write_all(text::encode(&found).as_bytes())?;
@@ -69,12 +73,41 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// What is shown to whoever asks now.
-fn exposition(dir: &Path) -> Result<String, ControlError> {
-    Ok(text::encode(&families(dir, |_| true)?))
+/// Where figures come from, and where it is said what is wrong with them.
+struct Figures<'a> {
+    dir: &'a Path,
+    err: &'a mut dyn Write,
+    /// What was warned of last.
+    unreadable: Vec<Unreadable>,
 }
 
-fn shown(found: &[Family]) -> Families<'_> {
+impl<'a> Figures<'a> {
+    fn new(dir: &'a Path, err: &'a mut dyn Write) -> Self {
+        Self { dir, err, unreadable: Vec::new() }
+    }
+
+    fn families(&mut self) -> Result<Vec<Family>, ControlError> {
+        let snapshot = look(self.dir)?;
+        if snapshot.unreadable != self.unreadable {
+            snapshot.warn(self.err);
+            self.unreadable = snapshot.unreadable;
+        }
+        families(self.dir, |_| true)
+    }
+
+    /// For a scrape. A failure is for now: the next one may go well.
+    fn text(&mut self) -> Result<String, String> {
+        let families =
+            self.families().map_err(|error| error.to_string()).inspect_err(|why| self.warn(why))?;
+        Ok(text::encode(&families))
+    }
+
+    fn warn(&mut self, why: &dyn std::fmt::Display) {
+        let _ = writeln!(self.err, "warning: {why}").and_then(|()| self.err.flush()); // nobody is left to tell
+    }
+}
+
+fn shown<'a>(found: &'a [Family], unreadable: &'a [Unreadable]) -> Families<'a> {
     let families = found.iter().map(|family| OneFamily {
         name: &family.name,
         help: family.help,
@@ -101,5 +134,5 @@ fn shown(found: &[Family]) -> Families<'_> {
             })
             .collect(),
     });
-    Families { families: families.collect() }
+    Families { families: families.collect(), unreadable }
 }
