@@ -1,5 +1,6 @@
 """Console scripts `kvctl` and `kvtop`: the same code as the binary of crates/kvctl."""
 
+import os
 import signal
 import sys
 from pathlib import PurePath
@@ -12,9 +13,8 @@ def main() -> int:
     # Python's handler only makes a note for Python code, of which none runs until `kvctl` has ended.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    words = sys.argv[1:]
-    if PurePath(sys.argv[0]).name == "kvtop":
-        words = ["top", *words]
-    if words[:1] == ["doctor"]:
-        words[1:1] = ["--python", sys.executable]  # unless another is asked for
-    return _core.kvctl(words)
+    # `kvctl doctor` looks at the engines that are installed beside it.
+    if sys.executable:
+        os.environ.setdefault("KVCACHED_PYTHON", sys.executable)
+    is_kvtop = PurePath(sys.argv[0]).name == "kvtop"
+    return _core.kvctl([*(["top"] if is_kvtop else []), *sys.argv[1:]])

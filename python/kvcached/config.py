@@ -116,6 +116,7 @@ NAME = _matching(
 PAGE_ORDER = _choice({order: order for order in ("lowest", "highest")})
 LAYOUT = _choice({layout: layout for layout in ("auto", "chunked", "per-layer")})
 UNBACKED = _choice({policy: policy for policy in ("auto", "hole", "zero")})
+PROGRAM = _matching(r".+", "a program's name in PATH, or its path")
 LOG_LEVEL = _choice({level: level for level in ("debug", "info", "warning", "error")})
 
 
@@ -283,6 +284,14 @@ class Settings:
     )
     log_level: str = _declare(
         "KVCACHED_LOG_LEVEL", LOG_LEVEL, default="info", meaning="Least severity of kvcached's own log lines."
+    )
+
+    python: str = _declare(
+        "KVCACHED_PYTHON",
+        PROGRAM,
+        default="python3",
+        default_shown="that of `kvctl`'s wheel, else python3",
+        meaning="The engines' Python, with which `kvctl doctor` looks at them. Engines do not read it.",
     )
 
     @classmethod

@@ -52,6 +52,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         "page_order": "lowest",
         "ipc_timeout_s": 10.0,
         "log_level": "info",
+        "python": "python3",
     }
     assert settings.page_bytes is None
     assert (settings.min_reserved_bytes, settings.max_reserved_bytes) == (0, 48 << 20)

@@ -163,16 +163,3 @@ def test_the_command_says_by_its_exit_code_whether_there_is_a_problem(
     with pytest.raises(SystemExit) as ended:
         main(["--block-size", "0"])
     assert ended.value.code == 2
-
-
-def test_kvctl_has_it(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    from kvcached import _kvctl
-
-    monkeypatch.setattr(sys, "argv", ["kvctl", "doctor", "--block-size", "0"])
-    assert _kvctl.main() == 2, "in this Python, which has kvcached"
-    assert (
-        "kvctl doctor: error: --tensor-parallel-size and --block-size are at least 1"
-        in capfd.readouterr().err
-    )
-    monkeypatch.setattr(sys, "argv", ["kvctl", "doctor", "--python", "/bin/false"])
-    assert _kvctl.main() == 1, "in another that is asked for"

@@ -81,9 +81,9 @@ pub(crate) enum Command {
     /// Say whether engines' KV caches are elastic here, and if not why and what to do; needs the Python that runs the engines
     #[command(disable_help_flag = true)]
     Doctor {
-        /// The Python that runs the engines
-        #[arg(long, value_name = "PATH", default_value = "python3", overrides_with = "python")]
-        python: PathBuf,
+        /// The Python that runs the engines; default KVCACHED_PYTHON, else that of kvctl's wheel, else python3
+        #[arg(long, value_name = "PATH")]
+        python: Option<PathBuf>,
         /// See kvctl doctor --help
         #[arg(value_name = "ARGUMENTS", trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,

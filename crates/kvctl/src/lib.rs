@@ -80,11 +80,13 @@ enum Failure {
     #[error("cannot wait for a signal: {0}")]
     Signals(#[source] io::Error),
     #[error(
-        "cannot run {}: {source}; give the Python that runs the engines: kvctl doctor --python PATH", python.display()
+        "cannot run {}: {source}; give the Python that runs the engines: kvctl doctor --python PATH, or KVCACHED_PYTHON",
+        python.display()
     )]
     Python { python: PathBuf, source: io::Error },
     #[error(
-        "{} has no kvcached; give the Python that runs the engines: kvctl doctor --python PATH", python.display()
+        "{} has no kvcached with a doctor; install the wheel there, or give the Python that runs the engines: \
+         kvctl doctor --python PATH, or KVCACHED_PYTHON", python.display()
     )]
     NotInPython { python: PathBuf },
     #[error("{} was killed", python.display())]
@@ -113,7 +115,7 @@ fn execute(args: Args, out: &mut dyn Write, err: &mut dyn Write) -> Result<i32, 
             code = change::run(&dir, &name, min, &answer, out, err)?;
         }
         Command::Delete { name, json } => delete::run(&dir, &name, json, out)?,
-        Command::Doctor { python, arguments } => code = doctor::run(&python, &arguments, out)?,
+        Command::Doctor { python, arguments } => code = doctor::run(python, &arguments, out)?,
         Command::Metrics(metrics) => metrics::run(&dir, &metrics, out, err)?,
         Command::Watch(watch) => watch::run(&dir, &watch, out, err)?,
         // It has written what it could: that its terminal has gone is no failure.

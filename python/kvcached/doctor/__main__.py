@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvctl doctor",
         description="Shows whether engines' KV caches are elastic here, and if not why and what to do.",
+        epilog="kvctl doctor --python PATH ... looks with another Python than this one.",
     )
     parser.add_argument("engine", nargs="?", choices=engines.ENGINES, help="also list every seam of this one")
     parser.add_argument("--model", metavar="FOLDER", help="show the pages of the model with this config.json")
