@@ -129,7 +129,7 @@ pub(crate) struct Metrics {
     /// Print JSON; sizes in bytes, times in seconds
     #[arg(long, conflicts_with = "listen")]
     pub(crate) json: bool,
-    /// Serve them over HTTP at /metrics until interrupted; on this machine only, unless an address is given: 0.0.0.0:9091
+    /// Serve them over HTTP at /metrics until interrupted; on this machine only, unless an address is given: 0.0.0.0:9577
     #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = address)]
     pub(crate) listen: Option<SocketAddr>,
 }
@@ -138,7 +138,7 @@ pub(crate) struct Metrics {
 fn address(text: &str) -> Result<SocketAddr, String> {
     let port = text.parse::<u16>().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
     port.or_else(|_| text.parse()).map_err(|_| {
-        "write a port, as 9091, or a numeric address and a port, as 0.0.0.0:9091 or [::1]:9091".to_owned()
+        "write a port, as 9577, or a numeric address and a port, as 0.0.0.0:9577 or [::1]:9577".to_owned()
     })
 }
 

@@ -166,10 +166,10 @@ fn the_same_as_json() {
 #[test]
 fn where_it_cannot_listen_it_says_so() {
     let Home { dir, .. } = &home();
-    for bad in ["", "65536", "localhost:9091", "1.2.3.4", "::1:x"] {
+    for bad in ["", "65536", "localhost:9577", "1.2.3.4", "::1:x"] {
         let (code, out, err) = kvctl(dir, &["metrics", "--listen", bad]);
         assert_eq!((code, out.as_str()), (2, ""), "{bad}");
-        assert!(err.contains("as 9091, or a numeric address and a port"), "{err}");
+        assert!(err.contains("as 9577, or a numeric address and a port"), "{err}");
     }
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
