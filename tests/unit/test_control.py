@@ -1,83 +1,23 @@
-"""`kvcached.control`: processes that share a device, and what is asked of them from outside."""
+"""`kvcached.control`: processes that share a device, and what is asked of them from outside. Blocks of 512 KiB, 4 to a page, 64 each."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvcached import _core, control
 from kvcached.errors import KVCachedConfigError
 from kvcached.instance import hardware
+from tests.holders import Holder, eventually, granted, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
 PAGE = 2 * MIB
-ANSWER_S = 10.0
-
-#: A program that holds blocks: one line in, one line out.
-PROGRAM = """
-import json, sys
-from kvcached import KVCacheManager, vmm_ops
-vmm_ops.init_kvcached("cpu")
-manager = KVCacheManager(64, 16, 8192, 2)  # blocks of 512 KiB, 4 to a page
-held = []
-print(json.dumps("ready"), flush=True)
-for line in sys.stdin:
-    word, _, number = line.strip().partition(" ")
-    if word == "alloc":
-        ids = manager.alloc(int(number))
-        held += ids or []
-        said = ids is not None
-    elif word == "free":
-        manager.free([held.pop() for _ in range(int(number))])
-        said = manager.quiesce()
-    else:
-        said = manager.stats()
-    print(json.dumps(said), flush=True)
-manager.shutdown()
-"""
-
-
-class Holder:
-    """A process with 64 blocks on 16 pages of 2 MiB."""
-
-    def __init__(self, name: str, **settings: str) -> None:
-        environ = {k: v for k, v in os.environ.items() if "KVCACHED" not in k}
-        environ |= {"KVCACHED_IPC_NAME": name, "KVCACHED_PAGE_MB": "2", "KVCACHED_MAX_RESERVED_MB": "0"}
-        environ["KVCACHED_UNBACKED"] = "hole"  # a page of zeros would count too
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env=environ | settings,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.name = name
-
-    def hear(self) -> Any:
-        assert self.process.stdout is not None and self.process.stderr is not None
-        line = self.process.stdout.readline()
-        assert line, self.process.stderr.read()
-        return json.loads(line)
-
-    def ask(self, line: str) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self.hear()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture
@@ -94,26 +34,6 @@ def holder(alone: None) -> Iterator[Callable[..., Holder]]:
     yield start
     for each in started:
         each.end()
-
-
-def shown(of: Holder) -> control.Instance:
-    (found,) = [instance for instance in control.instances() if instance.name == of.name]
-    return found
-
-
-def granted(of: Holder) -> int:
-    (budget,) = [budget for budget in control.budgets() if budget.device == "host"]
-    (member,) = [member for member in budget.members if member.name == of.name]
-    return member.granted_bytes
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + ANSWER_S
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_terms_of_the_settings_are_in_force_from_the_first_page(holder: Callable[..., Holder]) -> None:

@@ -63,6 +63,7 @@ POOL_CALLS: dict[str, tuple] = {
     "free_ids": (),
     "backed_size": (),
     "reserve_demand": (1,),
+    "lacks": (1,),
     "keep_on_hand": (1,),
     "quiesce": (),
     "try_to_reserve": (1,),

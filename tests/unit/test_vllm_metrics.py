@@ -38,7 +38,7 @@ def other(name: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def own() -> Iterator[_core.InstanceRecord]:
+def own(alone: None) -> Iterator[_core.InstanceRecord]:
     record = _core.InstanceRecord("own", "test 1", "cpu")
     yield record
     record.close()
