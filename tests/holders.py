@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvcached import control
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 ANSWER_S = 10.0
 
@@ -107,3 +110,56 @@ def eventually(holds: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+@dataclass
+class Tally:
+    """What came of one that competes."""
+
+    blocks: int = 0
+    waits_s: list[float] = field(default_factory=list)
+    waits_within_s: list[float] = field(default_factory=list)
+    """For no more than what is guaranteed to it."""
+
+    def __str__(self) -> str:
+        waits = sorted(self.waits_s)
+        return (
+            f"{len(waits)} bursts, {self.blocks} blocks, waited {waits[len(waits) // 2]:.3f} s in the middle, "
+            f"{waits[-1]:.3f} s at most"
+        )
+
+
+def compete(
+    holders: Sequence[Holder], guaranteed: Sequence[int], unit: int, seconds: float, look: Callable[[], None]
+) -> list[Tally]:
+    """All take and free at the same time, as engines with bursts do: 1 to 6 units at once, and again while they are refused.
+
+    Args:
+        guaranteed: blocks of each. unit: blocks. look: called over and over meanwhile.
+    """
+    end, tallies = time.monotonic() + seconds, [Tally() for _ in holders]
+
+    def bursts(one: Holder, number: int) -> None:
+        source, tally = random.Random(number), tallies[number]
+        while time.monotonic() < end:
+            wanted, began = source.choice((1, 2, 4, 6)) * unit, time.monotonic()
+            while one.ask(f"alloc {wanted}") is not True:
+                if time.monotonic() > end + ANSWER_S:
+                    return  # its tally tells
+                time.sleep(0.002)
+            waited = time.monotonic() - began
+            tally.blocks += wanted
+            tally.waits_s.append(waited)
+            if wanted <= guaranteed[number]:
+                tally.waits_within_s.append(waited)
+            time.sleep(source.uniform(0.0, 0.2))
+            one.ask(f"free {wanted}")
+            time.sleep(source.choice((0.0, 0.0, 0.5)))
+
+    threads = [threading.Thread(target=bursts, args=(one, number)) for number, one in enumerate(holders)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        look()
+        time.sleep(0.01)
+    return tallies

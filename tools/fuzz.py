@@ -49,6 +49,7 @@ TARGETS = {
     "peers": Target(max_len=256),
     "protocol": Target(max_len=256),
     "record": Target(max_len=512, flags=ADDRESS),  # the one crate under test that has `unsafe`
+    "shared": Target(max_len=512, flags=ADDRESS),
     "wire": Target(max_len=512),
 }
 
@@ -88,7 +89,7 @@ def build(names: list[str]) -> dict[str, Path]:
 
 
 def environ(scratch: str, **more: str) -> dict[str, str]:
-    # Where the target of records makes its files.
+    # Where the targets of records make their files.
     return {**os.environ, "TMPDIR": scratch, "RUST_BACKTRACE": "1", **more}
 
 

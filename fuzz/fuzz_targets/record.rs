@@ -112,8 +112,8 @@ fn world() -> &'static World {
 }
 
 impl World {
-    /// What `list` shows of the file under test; the rest is as ever.
-    fn look(&self, remains: bool) -> Option<Listed> {
+    /// What `list` shows of the file under test; the rest is as ever. `owned`: an instance has it, and its sidecar.
+    fn look(&self, remains: bool, owned: bool) -> Option<Listed> {
         let mut listed = list(&self.dir).unwrap();
         let neighbour = listed.pop();
         assert!(matches!(neighbour, Some(Listed::Instance(view)) if view == self.neighbours_view));
@@ -122,7 +122,9 @@ impl World {
         assert_eq!(bytes[..count], self.neighbours_bytes);
         let names = std::fs::read_dir(&self.dir).unwrap().map(|entry| entry.unwrap().file_name());
         let ours = remains.then_some(format!("{NAME}.kvc"));
-        let expected = ours.into_iter().chain([format!("{NEIGHBOUR}.kvc")]).map(OsString::from);
+        let ours = ours.into_iter().chain(owned.then_some(format!("{NAME}.kvm")));
+        let others = ["kvc", "kvm"].map(|end| format!("{NEIGHBOUR}.{end}"));
+        let expected = ours.chain(others).map(OsString::from);
         assert_eq!(names.collect::<BTreeSet<_>>(), expected.collect());
         assert!(listed.len() <= 1);
         listed.pop()
@@ -142,21 +144,21 @@ impl World {
     fn stale(&self, bytes: &[u8]) {
         drop(self.write(bytes));
         let left = !is_header(bytes);
-        let shown = self.look(left);
+        let shown = self.look(left, false);
         assert_eq!(matches!(shown, Some(Listed::Unreadable { .. })), left, "{shown:?}");
         if left {
             self.assert_unchanged(bytes);
         }
         let record = InstanceRecord::create(&self.dir, NAME, "sglang", "cpu", Terms::default()).unwrap();
-        assert!(matches!(self.look(true), Some(Listed::Instance(view)) if view.engine == "sglang"));
+        assert!(matches!(self.look(true, true), Some(Listed::Instance(view)) if view.engine == "sglang"));
         drop(record);
-        assert!(self.look(false).is_none());
+        assert!(self.look(false, false).is_none());
     }
 
     fn held(&self, bytes: &[u8]) {
         let file = self.write(bytes);
         flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
-        self.assert_read_as(bytes);
+        self.assert_read_as(bytes, false);
         self.assert_unchanged(bytes);
         std::fs::remove_file(&self.path).unwrap();
     }
@@ -166,7 +168,7 @@ impl World {
         let row = record.pool_row("first").unwrap();
         let file = OpenOptions::new().write(true).open(&self.path).unwrap();
         file.write_all_at(bytes, 0).unwrap();
-        self.assert_read_as(&std::fs::read(&self.path).unwrap());
+        self.assert_read_as(&std::fs::read(&self.path).unwrap(), true);
         // The owner goes on: its stores land in the record and nowhere else.
         row.set(1, 2, 3, 4);
         drop(row);
@@ -174,13 +176,13 @@ impl World {
         let after = std::fs::read(&self.path).unwrap();
         assert_eq!(after.len(), RECORD_BYTES.max(bytes.len()));
         assert_eq!(after.get(RECORD_BYTES..), bytes.get(RECORD_BYTES..).or(Some(&[])));
-        self.assert_read_as(&after);
+        self.assert_read_as(&after, true);
         drop(record);
-        assert!(self.look(false).is_none());
+        assert!(self.look(false, false).is_none());
     }
 
-    fn assert_read_as(&self, bytes: &[u8]) {
-        match (self.look(true), expected(bytes)) {
+    fn assert_read_as(&self, bytes: &[u8], owned: bool) {
+        match (self.look(true, owned), expected(bytes)) {
             (Some(Listed::Instance(view)), Some(expected)) => {
                 let shown = (
                     view.name.as_str(),

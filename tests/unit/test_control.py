@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvcached import _core, control
 from kvcached.errors import KVCachedConfigError
 from kvcached.instance import hardware
-from tests.holders import Holder, eventually, granted, shown
+from tests.holders import Holder, compete, eventually, granted, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
-PAGE = 2 * MIB
+PAGE, BLOCK = 2 * MIB, MIB // 2
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def holder(alone: None) -> Iterator[Callable[..., Holder]]:
     """Starts processes; they are killed after the test."""
     started: list[Holder] = []
 
-    def start(name: str, **settings: str) -> Holder:
+    def start(name: str, **settings: Any) -> Holder:
         made = Holder(f"test-{name}-{os.getpid()}", **settings)
         started.append(made)
         assert made.hear() == "ready"
@@ -121,6 +121,24 @@ def test_one_that_starts_while_a_neighbour_holds_everything_gets_what_that_can_g
         "two", KVCACHED_DEVICE_BUDGET="16M", KVCACHED_MIN_RESERVED_MB="4", KVCACHED_MAX_RESERVED_MB="4"
     )
     assert granted(two) == 4 * MIB and granted(one) <= 12 * MIB
+
+
+def test_four_that_compete_are_served_fairly_and_none_below_its_minimum(
+    holder: Callable[..., Holder],
+) -> None:
+    """Of 40 pages, of which the first has 8 guaranteed; each wants 4 to 24 at a time. TEST_FAIRNESS_S for minutes."""
+    common = {"KVCACHED_DEVICE_BUDGET": "80M", "num_blocks": 160}
+    four = [holder("m0", KVCACHED_MIN="16M", **common)]
+    four += [holder(f"m{number}", **common) for number in (1, 2, 3)]
+    unit = 4 * (PAGE // BLOCK)
+    seconds = float(os.environ.get("TEST_FAIRNESS_S", "5"))
+    tallies = compete(four, [2 * unit, 0, 0, 0], unit, seconds, lambda: None)
+    for one, tally in zip(four, tallies, strict=True):
+        print(f"{one.name}: {tally}")
+    served = [tally.blocks for tally in tallies]
+    assert min(served) > 0.4 * max(served), "over time each has as much as the others"
+    assert max(tallies[0].waits_within_s) < 1.0, "what is guaranteed is there"
+    assert max(max(tally.waits_s) for tally in tallies) < 5.0, "nobody is forgotten"
 
 
 @pytest.mark.parametrize("settings", [{"KVCACHED_DEVICE_BUDGET": "64M"}, {"KVCACHED_MIN": "24M"}])

@@ -445,7 +445,7 @@ fn a_mangled_budget_makes_way_when_nobody_else_lives() {
     let share = join(&home.dir, &record);
     let bytes = std::fs::read(&path).unwrap();
     drop(share);
-    for mangled in [vec![], vec![0; 8320], bytes[..8319].to_vec(), vec![b'x'; 20_000]] {
+    for mangled in [vec![], vec![0; bytes.len()], bytes[..bytes.len() - 1].to_vec(), vec![b'x'; 20_000]] {
         let neighbour = instance(&home.dir, "two", Terms::default());
         std::fs::write(&path, &mangled).unwrap();
         assert!(matches!(&budgets(&home.dir).unwrap()[..], [BudgetListed::Unreadable { .. }]));
@@ -454,6 +454,57 @@ fn a_mangled_budget_makes_way_when_nobody_else_lives() {
         drop(neighbour);
         join(&home.dir, &record).take(100).unwrap();
     }
+}
+
+#[test]
+fn two_that_want_more_than_their_share_do_not_wait_for_each_other() {
+    let home = home();
+    let (one, two) =
+        (instance(&home.dir, "one", Terms::default()), instance(&home.dir, "two", Terms::default()));
+    let (first, second) = (join(&home.dir, &one), join(&home.dir, &two));
+    let holder = instance(&home.dir, "three", Terms::default());
+    let third = join(&home.dir, &holder);
+    third.take(90).unwrap();
+    for share in [&first, &second] {
+        share.take(70).unwrap_err();
+        share.wait_for(70, 0);
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    third.give(90);
+    assert_eq!(second.take(70).unwrap_err().room_bytes, 100 - 33, "the first has waited longer");
+    first.take(70).unwrap();
+    first.wait_for(0, 0);
+    assert_eq!(third.take(10).unwrap_err().by, RefusedBy::Guarantees, "now it is the second's turn");
+    first.give(70);
+    second.take(70).unwrap();
+}
+
+#[test]
+fn a_slot_whose_name_leads_elsewhere_is_nobodys() {
+    let home = home();
+    let record = instance(&home.dir, "one", Terms::default());
+    let share = join(&home.dir, &record);
+    let outside = home.dir.parent().unwrap().join("outside.kvc");
+    std::fs::copy(record.path(), &outside).unwrap();
+    let held = std::fs::File::open(&outside).unwrap();
+    held.lock().unwrap();
+    let before = std::fs::read(&outside).unwrap();
+    let path = home.dir.join(format!("{DEVICE}.kvb"));
+    let mut bytes = std::fs::read(&path).unwrap();
+    let inode = std::os::unix::fs::MetadataExt::ino(&held.metadata().unwrap());
+    let second = 128 + 192;
+    bytes[second] = 1;
+    bytes[second + 8..second + 16].copy_from_slice(&inode.to_ne_bytes());
+    bytes[second + 16..second + 26].copy_from_slice(b"../outside");
+    bytes[second + 88] = 50; // granted, and all of it givable
+    bytes[second + 120] = 50;
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).unwrap();
+    let members: Vec<String> = the_budget(&home.dir).unwrap().members.into_iter().map(|m| m.name).collect();
+    assert_eq!(members, ["one"]);
+    share.wait_for(10, 0); // rings whoever can give
+    assert_eq!(std::fs::read(&outside).unwrap(), before);
+    share.take(100).unwrap();
 }
 
 #[test]

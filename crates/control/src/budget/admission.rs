@@ -7,6 +7,8 @@ pub(super) struct Member {
     pub min: u64,
     /// Refused and still waited for.
     pub shortage: u64,
+    /// When it began to wait, or last got something while it did.
+    pub since: u64,
     /// What it could give back.
     pub givable: u64,
 }
@@ -17,11 +19,13 @@ impl Member {
         self.granted.max(self.min)
     }
 
-    /// What others must leave to it: what is secured, and what it waits for up to a fair share, so that memory which is given back for
-    /// it is not taken by somebody else.
-    fn claim(&self, fair: u64) -> u64 {
+    /// What `taker` must leave to it: what is secured, and what it waits for up to a fair share, so that memory which is given back for
+    /// it is not taken by somebody else. Of two who wait the one that has waited longer without getting anything goes first: were each to
+    /// leave the other its share, two that want more than that would wait for ever.
+    fn claim(&self, fair: u64, taker: &Member) -> u64 {
+        let goes_first = taker.shortage == 0 || self.since < taker.since;
         let awaited = self.granted.saturating_add(self.shortage).min(fair.max(self.min));
-        self.secured().max(awaited)
+        if goes_first { self.secured().max(awaited) } else { self.secured() }
     }
 
     /// What others may ask of it. Who waits has nothing to spare.
@@ -43,7 +47,8 @@ pub(super) fn room(own: &Member, others: &[Member], budget: u64) -> Room {
     let guaranteed = own.min.saturating_sub(own.granted);
     let beside_secured = left(sum(others.iter().map(Member::secured)));
     Room {
-        bytes: left(sum(others.iter().map(|other| other.claim(fair)))).max(beside_secured.min(guaranteed)),
+        bytes: left(sum(others.iter().map(|other| other.claim(fair, own))))
+            .max(beside_secured.min(guaranteed)),
         without_claims: left(sum(others.iter().map(|other| other.granted))),
     }
 }
@@ -80,7 +85,7 @@ mod tests {
     use super::*;
 
     fn member(granted: u64, min: u64, shortage: u64, givable: u64) -> Member {
-        Member { granted, min, shortage, givable }
+        Member { granted, min, shortage, givable, ..Member::default() }
     }
 
     #[test]
@@ -104,6 +109,22 @@ mod tests {
         assert_eq!(bytes(member(20, 0, 1000, 0)), 40, "fair is half");
         assert_eq!(bytes(member(70, 0, 1000, 0)), 20, "who has more than that waits his turn");
         assert_eq!(bytes(member(20, 60, 1000, 0)), 30, "but has what is guaranteed to him");
+    }
+
+    #[test]
+    fn who_has_waited_longest_goes_first() {
+        let waits = |since| Member { shortage: 60, since, ..member(0, 0, 60, 0) };
+        let bytes = |own: Member, others: [Member; 2]| room(&own, &others, 90).bytes;
+        assert_eq!(bytes(waits(1), [waits(2), waits(3)]), 90, "it may have all");
+        assert_eq!(bytes(waits(2), [waits(1), waits(3)]), 60, "and leaves the first its share of 30");
+        assert_eq!(bytes(waits(3), [waits(1), waits(2)]), 30);
+        assert_eq!(
+            bytes(member(0, 0, 0, 0), [waits(1), waits(2)]),
+            30,
+            "who has not been refused comes last"
+        );
+        let guaranteed = Member { min: 20, ..waits(9) };
+        assert_eq!(bytes(waits(1), [guaranteed, member(0, 0, 0, 0)]), 70, "guarantees hold");
     }
 
     #[test]

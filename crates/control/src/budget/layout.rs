@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::RecordError;
 use crate::layout::{get_text, get_word, put_text, put_word};
-use crate::text::MAX_TEXT_BYTES;
+use crate::text::{MAX_TEXT_BYTES, check_name};
 
 use super::admission::Member;
 
 /// Version of the layout that this crate writes and reads.
-pub(crate) const BUDGET_VERSION: u64 = 1;
+pub(crate) const BUDGET_VERSION: u64 = 2;
 /// Instances that may share a device.
 pub(crate) const SLOTS: usize = 64;
 /// Size of a budget record, bytes.
@@ -49,11 +49,14 @@ pub(super) struct Slot {
     /// Of the shortage, what the device itself refused.
     by_device_bytes: AtomicU64,
     pub givable_bytes: AtomicU64,
+    /// Since when it has waited without getting anything.
+    waits_since_ns: AtomicU64,
+    spare: [AtomicU64; 7],
 }
 
-const _: () = assert!(BUDGET_BYTES == 128 + SLOTS * 128 && size_of::<Slot>() == 128);
+const _: () = assert!(BUDGET_BYTES == 128 + SLOTS * 192 && size_of::<Slot>() == 192);
 const _: () = assert!(offset_of!(BudgetRecord, device) == 32 && offset_of!(BudgetRecord, slots) == 128);
-const _: () = assert!(offset_of!(Slot, name) == 16 && offset_of!(Slot, min_bytes) == 80);
+const _: () = assert!(offset_of!(Slot, name) == 16 && offset_of!(Slot, waits_since_ns) == 128);
 
 impl Slot {
     pub fn is_taken(&self) -> bool {
@@ -68,6 +71,7 @@ impl Slot {
             &self.shortage_ns,
             &self.by_device_bytes,
             &self.givable_bytes,
+            &self.waits_since_ns,
         ] {
             word.store(0, Ordering::Relaxed);
         }
@@ -93,7 +97,9 @@ impl Slot {
         for (word, offset) in self.name.iter().zip((0..).step_by(WORD)) {
             put_word(&mut padded, offset, word.load(Ordering::Relaxed));
         }
-        let name = get_text(&padded, 0, "instance name").unwrap_or_default();
+        // A name that is none of ours would lead to a file elsewhere.
+        let name = get_text(&padded, 0, "instance name").ok().filter(|name| check_name(name).is_ok());
+        let name = name.unwrap_or_default();
         (name, self.inode.load(Ordering::Relaxed))
     }
 
@@ -103,6 +109,10 @@ impl Slot {
     }
 
     pub fn set_shortage(&self, bytes: u64, by_device_bytes: u64, now_ns: u64) {
+        let before = self.shortage(now_ns).0;
+        if before == 0 || bytes < before {
+            self.waits_since_ns.store(now_ns, Ordering::Relaxed);
+        }
         self.shortage_bytes.store(bytes, Ordering::Relaxed);
         self.by_device_bytes.store(by_device_bytes, Ordering::Relaxed);
         self.shortage_ns.store(now_ns, Ordering::Release);
@@ -123,6 +133,7 @@ impl Slot {
             granted: self.granted_bytes.load(Ordering::Acquire),
             min: self.min_bytes.load(Ordering::Acquire),
             shortage: self.shortage(now_ns).0,
+            since: self.waits_since_ns.load(Ordering::Relaxed),
             givable: self.givable_bytes.load(Ordering::Relaxed),
         }
     }
