@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
@@ -14,6 +15,7 @@ use crate::error::{ControlError, RecordError};
 /// Others hold a stale file's lock for microseconds while they look at it; the owner holds it for its whole life.
 const LOCK_ATTEMPTS: u32 = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
+const TEMPORARY_PREFIX: &str = ".new-";
 
 /// `/dev/shm/kvcached-<uid>` of the effective user.
 pub fn default_dir() -> PathBuf {
@@ -213,6 +215,18 @@ pub(crate) fn read_copy(file: &File, expected_bytes: usize) -> io::Result<Vec<u8
     }
     bytes.truncate(filled);
     Ok(bytes)
+}
+
+/// Differs from every other of this process; of a process with the same pid in another namespace by the time.
+pub(crate) fn temporary_name() -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let nanos = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    format!("{TEMPORARY_PREFIX}{}-{nanos}-{count}", std::process::id())
+}
+
+pub(crate) fn is_temporary(file_name: &str) -> bool {
+    file_name.starts_with(TEMPORARY_PREFIX)
 }
 
 fn check_private(path: &Path, owner: u32, mode: u32) -> Result<(), ControlError> {

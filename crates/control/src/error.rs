@@ -1,9 +1,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::budget::layout::{BUDGET_BYTES, BUDGET_VERSION};
-use crate::layout::{MAX_POOL_ROWS, RECORD_BYTES, RECORD_VERSION};
-use crate::text::MAX_TEXT_BYTES;
+use crate::sizes::{MAX_POOL_ROWS, MAX_TEXT_BYTES};
 
 /// Why a record could not be created, or a directory of records not be used. The message says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -201,32 +199,26 @@ pub enum RecordError {
     #[error("not a kvcached record")]
     Magic,
     /// Written by another version of kvcached.
-    #[error(
-        "record version {found}, this kvcached reads version {RECORD_VERSION}; use the kvctl of that installation"
-    )]
+    #[error("{what} version {found}, this kvcached reads version {reads}; {advice}")]
     Version {
+        /// Of which kind of file.
+        what: &'static str,
         /// Version found.
         found: u64,
-    },
-    /// A budget written by another version of kvcached.
-    #[error(
-        "budget version {found}, this kvcached reads version {BUDGET_VERSION}; engines that share a device use one version of kvcached: end the others"
-    )]
-    BudgetVersion {
-        /// Version found.
-        found: u64,
-    },
-    /// The file of a budget or its header states another size.
-    #[error("{found} bytes where a budget has {BUDGET_BYTES}")]
-    BudgetSize {
-        /// Bytes found or stated.
-        found: u64,
+        /// Version that is read.
+        reads: u64,
+        /// What to do.
+        advice: &'static str,
     },
     /// The file or its header states another size.
-    #[error("{found} bytes where a record has {RECORD_BYTES}")]
+    #[error("{found} bytes where a {what} has {expected}")]
     Size {
+        /// Of which kind of file.
+        what: &'static str,
         /// Bytes found or stated.
         found: u64,
+        /// Bytes that there should be.
+        expected: u64,
     },
     /// A number that cannot be.
     #[error("impossible {field}")]

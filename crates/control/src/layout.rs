@@ -8,22 +8,23 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use crate::error::RecordError;
-use crate::list::{InstanceView, PoolView};
+use crate::sizes::{MAX_POOL_ROWS, MAX_TEXT_BYTES};
 use crate::terms::{Outcome, Terms};
-use crate::text::{MAX_TEXT_BYTES, is_valid_text};
+use crate::view::{InstanceView, PoolView};
+use crate::words::{Header, TEXT_WORDS, WORD, get_text, get_word, put_text, put_word};
 
 /// Version of the layout that this crate writes and reads.
 pub const RECORD_VERSION: u64 = 2;
-/// Pools that one instance can show.
-pub const MAX_POOL_ROWS: usize = 8;
 /// Size of a record, bytes.
 pub const RECORD_BYTES: usize = size_of::<Record>();
 
-const MAGIC: [u8; 8] = *b"kvcached";
-/// A limit that is none.
-pub(crate) const NO_LIMIT: u64 = u64::MAX;
-const WORD: usize = size_of::<u64>();
-const TEXT_WORDS: usize = MAX_TEXT_BYTES / WORD;
+const HEADER: Header = Header {
+    what: "record",
+    magic: *b"kvcached",
+    version: RECORD_VERSION,
+    bytes: RECORD_BYTES,
+    advice: "use the kvctl of that installation",
+};
 
 type Text = [AtomicU64; TEXT_WORDS];
 
@@ -49,7 +50,7 @@ pub(crate) struct Record {
 /// How much memory the instance may have, what is asked of it, and what it is short of.
 #[repr(C)]
 pub(crate) struct Control {
-    /// In force; [`NO_LIMIT`] without one.
+    /// In force; all bits set without one.
     pub(crate) limit_bytes: AtomicU64,
     pub(crate) min_bytes: AtomicU64,
     /// Of the change that put these in force.
@@ -128,10 +129,7 @@ pub(crate) fn encode(
     start_unix_ns: u64,
     terms: Terms,
 ) -> Vec<u8> {
-    let mut bytes = vec![0; RECORD_BYTES];
-    bytes[offset_of!(Record, magic)..][..WORD].copy_from_slice(&MAGIC);
-    put_word(&mut bytes, offset_of!(Record, version), RECORD_VERSION);
-    put_word(&mut bytes, offset_of!(Record, total_bytes), RECORD_BYTES as u64);
+    let mut bytes = HEADER.file();
     put_word(&mut bytes, offset_of!(Record, pid), u64::from(pid));
     put_word(&mut bytes, offset_of!(Record, start_unix_ns), start_unix_ns);
     put_text(&mut bytes, offset_of!(Record, name), name);
@@ -145,23 +143,7 @@ pub(crate) fn encode(
 
 /// Whether these are the first bytes of a record of this version, whatever its other fields hold.
 pub(crate) fn check_header(bytes: &[u8]) -> Result<(), RecordError> {
-    let header_bytes = offset_of!(Record, total_bytes) + WORD;
-    if bytes.len() < header_bytes {
-        return Err(RecordError::Truncated { bytes: bytes.len() });
-    }
-    if bytes[..WORD] != MAGIC {
-        return Err(RecordError::Magic);
-    }
-    let version = get_word(bytes, offset_of!(Record, version));
-    if version != RECORD_VERSION {
-        return Err(RecordError::Version { found: version });
-    }
-    for found in [get_word(bytes, offset_of!(Record, total_bytes)), bytes.len() as u64] {
-        if found != RECORD_BYTES as u64 {
-            return Err(RecordError::Size { found });
-        }
-    }
-    Ok(())
+    HEADER.check(bytes)
 }
 
 /// Checks every field of a copy of the record at `path`, whose file has this inode.
@@ -212,34 +194,12 @@ pub(crate) fn settled_revision(bytes: &[u8]) -> Option<u64> {
     revision.is_multiple_of(2).then_some(revision)
 }
 
-pub(crate) fn put_word(bytes: &mut [u8], offset: usize, value: u64) {
-    bytes[offset..][..WORD].copy_from_slice(&value.to_ne_bytes());
-}
-
-pub(crate) fn put_text(bytes: &mut [u8], offset: usize, text: &str) {
-    bytes[offset..][..text.len()].copy_from_slice(text.as_bytes());
-}
-
-pub(crate) fn get_word(bytes: &[u8], offset: usize) -> u64 {
-    let mut word = [0; WORD];
-    word.copy_from_slice(&bytes[offset..][..WORD]);
-    u64::from_ne_bytes(word)
-}
-
-pub(crate) fn get_text(bytes: &[u8], offset: usize, field: &'static str) -> Result<String, RecordError> {
-    let padded = &bytes[offset..][..MAX_TEXT_BYTES];
-    let text = padded.split(|&byte| byte == 0).next().unwrap_or_default();
-    match std::str::from_utf8(text) {
-        Ok(text) if is_valid_text(text) => Ok(text.to_owned()),
-        _ => Err(RecordError::Text { field }),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::text::is_valid_text;
 
     const TERMS: Terms = Terms { limit_bytes: Some(1 << 30), min_bytes: 1 << 20 };
 
@@ -281,11 +241,11 @@ mod tests {
         long.push(0);
         assert!(matches!(read(&[]), Err(RecordError::Truncated { bytes: 0 })));
         assert!(matches!(read(&sample()[..23]), Err(RecordError::Truncated { bytes: 23 })));
-        assert!(matches!(read(&sample()[..1407]), Err(RecordError::Size { found: 1407 })));
-        assert!(matches!(read(&long), Err(RecordError::Size { found: 1409 })));
+        assert!(matches!(read(&sample()[..1407]), Err(RecordError::Size { found: 1407, .. })));
+        assert!(matches!(read(&long), Err(RecordError::Size { found: 1409, .. })));
         assert!(matches!(with(0, 1), Err(RecordError::Magic)));
-        assert!(matches!(with(8, 3), Err(RecordError::Version { found: 3 })));
-        assert!(matches!(with(16, u64::MAX), Err(RecordError::Size { found: u64::MAX })));
+        assert!(matches!(with(8, 3), Err(RecordError::Version { found: 3, .. })));
+        assert!(matches!(with(16, u64::MAX), Err(RecordError::Size { found: u64::MAX, .. })));
         assert!(matches!(with(24, 1 << 32), Err(RecordError::Number { field: "pid" })));
         assert!(matches!(with(64, 0), Err(RecordError::Text { field: "instance name" })));
         assert!(matches!(with(128, u64::MAX), Err(RecordError::Text { field: "engine" })));

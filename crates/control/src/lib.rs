@@ -18,24 +18,28 @@ mod bell;
 mod budget;
 mod directory;
 mod error;
+mod families;
 mod layout;
 mod list;
 #[allow(unsafe_code)] // the one place: views a mapped file as atomics
 mod mapping;
 mod metrics;
 mod record;
+mod sizes;
 mod terms;
 mod text;
+mod view;
+mod words;
 
 pub use ask::{ask, remove};
 pub use budget::{BudgetListed, BudgetShare, BudgetView, MemberView, Refused, RefusedBy, budgets};
 pub use directory::default_dir;
 pub use error::{ControlError, RecordError};
-pub use layout::{MAX_POOL_ROWS, RECORD_BYTES, RECORD_VERSION};
-pub use list::{InstanceView, Listed, PoolView, list};
-pub use metrics::{
-    Counter, Family, Kind, Metrics, MetricsView, Named, Sample, Timer, TimerView, Value, families, metrics,
-};
+pub use families::{Family, Kind, Sample, Value, families};
+pub use layout::{RECORD_BYTES, RECORD_VERSION};
+pub use list::{Listed, list};
+pub use metrics::{Counter, Metrics, MetricsView, Named, Timer, TimerView, metrics};
 pub use record::{InstanceRecord, PoolRow};
+pub use sizes::{MAX_POOL_ROWS, MAX_TEXT_BYTES};
 pub use terms::{Answered, Asked, Change, Outcome, Terms};
-pub use text::MAX_TEXT_BYTES;
+pub use view::{InstanceView, PoolView};

@@ -4,22 +4,21 @@ use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::FlockOperation;
 
-use crate::directory::{Directory, read_copy};
+use crate::directory::{Directory, read_copy, temporary_name};
 use crate::error::ControlError;
-use crate::layout::{Control, MAX_POOL_ROWS, RECORD_BYTES, Record, decode, encode};
+use crate::layout::{Control, RECORD_BYTES, Record, decode, encode};
 use crate::mapping::Mapped;
 use crate::metrics::{Beside, Metrics};
+use crate::sizes::MAX_POOL_ROWS;
 use crate::terms::{Asked, Outcome, Terms};
 use crate::text::{check_name, check_text, file_name};
 use crate::{ask, bell};
-
-const TEMPORARY_PREFIX: &str = ".new-";
 
 /// This process as others see it. Thread-safe; closed when dropped.
 pub struct InstanceRecord {
@@ -322,18 +321,6 @@ fn fill_and_publish(
 fn now_unix_ns() -> u64 {
     let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since_epoch.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// Differs from every other of this process; of a process with the same pid in another namespace by the time.
-pub(crate) fn temporary_name() -> String {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    let nanos = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-    format!("{TEMPORARY_PREFIX}{}-{nanos}-{count}", std::process::id())
-}
-
-pub(crate) fn is_temporary(file_name: &str) -> bool {
-    file_name.starts_with(TEMPORARY_PREFIX)
 }
 
 /// What these locks guard is whole after every statement, so that a panic elsewhere is no reason to stop.

@@ -1,7 +1,9 @@
 //! How much memory an instance may have, and what comes of changing that. Pure.
 
 use crate::error::ControlError;
-use crate::layout::NO_LIMIT;
+
+/// A limit that is none, as a word.
+const NO_LIMIT: u64 = u64::MAX;
 
 /// How much of each of its devices an instance may have, bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

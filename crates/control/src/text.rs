@@ -1,9 +1,7 @@
 //! Names and texts: what may be written, and what may be shown on a terminal.
 
 use crate::error::ControlError;
-
-/// Longest text of a record, bytes of UTF-8.
-pub const MAX_TEXT_BYTES: usize = 64;
+use crate::sizes::MAX_TEXT_BYTES;
 
 const SUFFIX: &str = ".kvc";
 

@@ -219,7 +219,7 @@ fn a_record_of_another_version_is_not_written_and_can_be_removed_once_its_owner_
     bytes[8] = 77;
     std::fs::write(record.path(), &bytes).unwrap();
     let refused = ask(&home.dir, "one", limit(1), NOW).unwrap_err();
-    assert!(matches!(refused, ControlError::Unreadable { why: RecordError::Version { found: 77 }, .. }));
+    assert!(matches!(refused, ControlError::Unreadable { why: RecordError::Version { found: 77, .. }, .. }));
     assert_eq!(std::fs::read(record.path()).unwrap(), bytes);
     let path = record.path().to_path_buf();
     drop(record);

@@ -420,13 +420,13 @@ fn a_budget_of_another_version_stays_while_somebody_may_live_by_it() {
     let newer = of_another_version(&home.dir);
     let refused = BudgetShare::join(&home.dir, &record, DEVICE, 100, None).unwrap_err();
     assert!(
-        matches!(refused, ControlError::Unreadable { why: RecordError::BudgetVersion { found: 99 }, .. }),
+        matches!(refused, ControlError::Unreadable { why: RecordError::Version { found: 99, .. }, .. }),
         "{refused}"
     );
     assert!(refused.to_string().contains("end the others"));
     assert!(matches!(
         &budgets(&home.dir).unwrap()[..],
-        [BudgetListed::Unreadable { why: RecordError::BudgetVersion { found: 99 }, .. }]
+        [BudgetListed::Unreadable { why: RecordError::Version { found: 99, .. }, .. }]
     ));
     assert_eq!(std::fs::read(&path).unwrap(), bytes);
     let begin = Instant::now();

@@ -341,7 +341,7 @@ fn a_live_record_that_is_cut_or_renamed_is_an_error_not_a_signal() {
     );
     fs::File::options().write(true).open(dir.join("alias.kvc")).unwrap().set_len(100).unwrap();
     let cut = list(dir).unwrap();
-    assert!(matches!(&cut[..], [Listed::Unreadable { why: RecordError::Size { found: 100 }, .. }]));
+    assert!(matches!(&cut[..], [Listed::Unreadable { why: RecordError::Size { found: 100, .. }, .. }]));
 }
 
 #[test]

@@ -9,11 +9,10 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use super::layout::{BUDGET_BYTES, BudgetRecord, check, encode};
-use crate::directory::{Directory, has_owner, read_copy};
+use crate::directory::{Directory, has_owner, read_copy, temporary_name};
 use crate::error::{ControlError, RecordError};
 use crate::layout::{RECORD_BYTES, check_header};
 use crate::mapping::Mapped;
-use crate::record::temporary_name;
 use crate::text::instance_of;
 
 const SUFFIX: &str = ".kvb";
@@ -83,7 +82,7 @@ fn may_be_lived_by(directory: &Directory, own_name: &str, why: &RecordError) -> 
         }
         let Some(file) = directory.open_file(&file_name)? else { continue };
         let ours = || Ok::<_, RecordError>(check_header(&read_copy(&file, RECORD_BYTES)?).is_ok());
-        if has_owner(&file)? && !(matches!(why, RecordError::BudgetVersion { .. }) && ours()?) {
+        if has_owner(&file)? && !(matches!(why, RecordError::Version { .. }) && ours()?) {
             return Ok(true);
         }
     }

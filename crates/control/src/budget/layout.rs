@@ -4,8 +4,9 @@ use std::mem::offset_of;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::RecordError;
-use crate::layout::{get_text, get_word, put_text, put_word};
-use crate::text::{MAX_TEXT_BYTES, check_name};
+use crate::sizes::MAX_TEXT_BYTES;
+use crate::text::check_name;
+use crate::words::{Header, TEXT_WORDS, WORD, get_text, get_word, put_text, put_word};
 
 use super::admission::Member;
 
@@ -18,9 +19,13 @@ pub(crate) const BUDGET_BYTES: usize = size_of::<BudgetRecord>();
 /// A shortage counts for so long after it was last renewed, nanoseconds.
 pub(super) const SHORTAGE_NS: u64 = 1_000_000_000;
 
-const MAGIC: [u8; 8] = *b"kvbudget";
-const WORD: usize = size_of::<u64>();
-const TEXT_WORDS: usize = MAX_TEXT_BYTES / WORD;
+const HEADER: Header = Header {
+    what: "budget",
+    magic: *b"kvbudget",
+    version: BUDGET_VERSION,
+    bytes: BUDGET_BYTES,
+    advice: "engines that share a device use one version of kvcached: end the others",
+};
 
 #[repr(C)]
 pub(crate) struct BudgetRecord {
@@ -141,10 +146,7 @@ impl Slot {
 
 /// The bytes of a new record without instances.
 pub(super) fn encode(device: &str, budget_bytes: u64) -> Vec<u8> {
-    let mut bytes = vec![0; BUDGET_BYTES];
-    bytes[..WORD].copy_from_slice(&MAGIC);
-    put_word(&mut bytes, offset_of!(BudgetRecord, version), BUDGET_VERSION);
-    put_word(&mut bytes, offset_of!(BudgetRecord, total_bytes), BUDGET_BYTES as u64);
+    let mut bytes = HEADER.file();
     put_word(&mut bytes, offset_of!(BudgetRecord, budget_bytes), budget_bytes);
     put_text(&mut bytes, offset_of!(BudgetRecord, device), device);
     bytes
@@ -152,21 +154,7 @@ pub(super) fn encode(device: &str, budget_bytes: u64) -> Vec<u8> {
 
 /// Whether these are a budget record of this version, whatever its numbers are.
 pub(super) fn check(bytes: &[u8], device: &str) -> Result<(), RecordError> {
-    if bytes.len() < offset_of!(BudgetRecord, budget_bytes) {
-        return Err(RecordError::Truncated { bytes: bytes.len() });
-    }
-    if bytes[..WORD] != MAGIC {
-        return Err(RecordError::Magic);
-    }
-    let version = get_word(bytes, offset_of!(BudgetRecord, version));
-    if version != BUDGET_VERSION {
-        return Err(RecordError::BudgetVersion { found: version });
-    }
-    for found in [get_word(bytes, offset_of!(BudgetRecord, total_bytes)), bytes.len() as u64] {
-        if found != BUDGET_BYTES as u64 {
-            return Err(RecordError::BudgetSize { found });
-        }
-    }
+    HEADER.check(bytes)?;
     match get_text(bytes, offset_of!(BudgetRecord, device), "device")? {
         found if found == device => Ok(()),
         found => Err(RecordError::NameMismatch { found }),

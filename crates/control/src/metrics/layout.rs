@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::{Counter, MetricsView, Timer, TimerView};
 use crate::error::RecordError;
-use crate::layout::{get_word, put_word};
+use crate::words::{Header, WORD, get_word, put_word};
 
 /// Version of the layout that this crate writes and reads.
 pub(crate) const METRICS_VERSION: u64 = 1;
@@ -15,8 +15,13 @@ pub(crate) const METRICS_BYTES: usize = size_of::<Sidecar>();
 /// Buckets of a timer: times of at most 16 us, 32 us, ... 8.4 s, and longer ones.
 pub(super) const BUCKETS: usize = 21;
 
-const MAGIC: [u8; 8] = *b"kvmetric";
-const WORD: usize = size_of::<u64>();
+const HEADER: Header = Header {
+    what: "sidecar",
+    magic: *b"kvmetric",
+    version: METRICS_VERSION,
+    bytes: METRICS_BYTES,
+    advice: "use the kvctl of that installation",
+};
 const MAX_COUNTERS: usize = 32;
 const MAX_TIMERS: usize = 8;
 /// The bound of the first bucket.
@@ -64,32 +69,14 @@ pub(super) fn bound_of(bucket: usize) -> Option<Duration> {
 
 /// The bytes of a sidecar in which nothing has been counted.
 pub(super) fn encode(inode: u64) -> Vec<u8> {
-    let mut bytes = vec![0; METRICS_BYTES];
-    bytes[offset_of!(Sidecar, magic)..][..WORD].copy_from_slice(&MAGIC);
-    put_word(&mut bytes, offset_of!(Sidecar, version), METRICS_VERSION);
-    put_word(&mut bytes, offset_of!(Sidecar, total_bytes), METRICS_BYTES as u64);
+    let mut bytes = HEADER.file();
     put_word(&mut bytes, offset_of!(Sidecar, inode), inode);
     bytes
 }
 
 /// The figures of a copy; `None` where it belongs to another record than the one with this inode.
 pub fn decode(bytes: &[u8], inode: u64) -> Result<Option<MetricsView>, RecordError> {
-    let header_bytes = offset_of!(Sidecar, total_bytes) + WORD;
-    if bytes.len() < header_bytes {
-        return Err(RecordError::Truncated { bytes: bytes.len() });
-    }
-    if bytes[..WORD] != MAGIC {
-        return Err(RecordError::Magic);
-    }
-    let version = get_word(bytes, offset_of!(Sidecar, version));
-    if version != METRICS_VERSION {
-        return Err(RecordError::Version { found: version });
-    }
-    for found in [get_word(bytes, offset_of!(Sidecar, total_bytes)), bytes.len() as u64] {
-        if found != METRICS_BYTES as u64 {
-            return Err(RecordError::Size { found });
-        }
-    }
+    HEADER.check(bytes)?;
     if get_word(bytes, offset_of!(Sidecar, inode)) != inode {
         return Ok(None);
     }
@@ -134,10 +121,10 @@ mod tests {
         assert!(decode(&encode(9), 9).unwrap().is_some());
         assert!(decode(&encode(9), 8).unwrap().is_none(), "an earlier instance's");
         assert!(matches!(decode(&[], 9), Err(RecordError::Truncated { bytes: 0 })));
-        assert!(matches!(decode(&encode(9)[..40], 9), Err(RecordError::Size { found: 40 })));
+        assert!(matches!(decode(&encode(9)[..40], 9), Err(RecordError::Size { found: 40, .. })));
         assert!(matches!(with(0, 1), Err(RecordError::Magic)));
-        assert!(matches!(with(8, 2), Err(RecordError::Version { found: 2 })));
-        assert!(matches!(with(16, 0), Err(RecordError::Size { found: 0 })));
+        assert!(matches!(with(8, 2), Err(RecordError::Version { found: 2, .. })));
+        assert!(matches!(with(16, 0), Err(RecordError::Size { found: 0, .. })));
     }
 
     proptest! {

@@ -4,7 +4,6 @@
 //! removed with it, and by whoever finds it later.
 
 mod catalogue;
-mod families;
 pub(crate) mod layout;
 
 use std::fs::File;
@@ -16,15 +15,13 @@ use std::time::Duration;
 
 use rustix::fs::FlockOperation;
 
-use crate::directory::{Directory, read_copy};
+use crate::directory::{Directory, read_copy, temporary_name};
 use crate::error::{ControlError, RecordError};
-use crate::list::InstanceView;
 use crate::mapping::Mapped;
-use crate::record::temporary_name;
+use crate::view::InstanceView;
 use layout::{METRICS_BYTES, Sidecar};
 
 pub use catalogue::{Counter, Named, Timer};
-pub use families::{Family, Kind, Sample, Value, families};
 
 const SUFFIX: &str = ".kvm";
 

@@ -15,7 +15,7 @@ what usage and leak checks compare; `available_size()` is what can be allocated 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -30,12 +30,18 @@ if TYPE_CHECKING:
 
     from kvcached import _core
     from kvcached.integration.memory import EngineMemory
-    from kvcached.integration.sglang.eviction import CachedPrefixes
 
 __all__ = ["ElasticAllocator", "ElasticPagedAllocator", "ElasticTokenAllocator", "make_elastic"]
 
 LEAVE_BYTES = 1 << 30
 """Of the device's room this much is not promised: the engine's other memory grows at times too."""
+
+
+class Prefixes(Protocol):
+    """What the scheduler caches."""
+
+    def serve(self) -> None:
+        """At the start of a pass: what is wanted of it, or too much, goes."""
 
 
 class _Freed(NamedTuple):
@@ -52,7 +58,7 @@ class ElasticAllocator:
 
     memory: EngineMemory
     pool: _core.Pool
-    prefixes: CachedPrefixes | None = None
+    prefixes: Prefixes | None = None
     """What the scheduler caches, where it can go when its memory is wanted."""
     refused: bool
     """Memory that was asked for in this pass of the scheduler could not be had."""

@@ -4,10 +4,11 @@
 
 use std::path::Path;
 
-use super::{Counter, MetricsView, Named, Timer, TimerView, metrics};
 use crate::budget::{BudgetListed, BudgetView, budgets};
 use crate::error::ControlError;
-use crate::list::{InstanceView, Listed, PoolView, list};
+use crate::list::{Listed, list};
+use crate::metrics::{Counter, MetricsView, Named, Timer, TimerView, metrics};
+use crate::view::{InstanceView, PoolView};
 
 /// Figures of one meaning.
 #[derive(Clone, Debug, PartialEq)]
