@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ def test_four_that_compete_are_served_fairly_and_none_below_its_minimum(
     seconds = float(os.environ.get("TEST_FAIRNESS_S", "5"))
     tallies = compete(four, [2 * unit, 0, 0, 0], unit, seconds, lambda: None)
     for one, tally in zip(four, tallies, strict=True):
-        print(f"{one.name}: {tally}")
+        logging.getLogger("kvcached").info("%s: %s", one.name, tally)  # with pytest --log-cli-level=info
     served = [tally.blocks for tally in tallies]
     assert min(served) > 0.4 * max(served), "over time each has as much as the others"
     assert max(tallies[0].waits_within_s) < 1.0, "what is guaranteed is there"
