@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
-from kvcached.errors import KVCachedConfigError
+from kvcached.errors import KVCachedConfigError, TermsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +30,8 @@ SHOWN_CHARS = 60
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 3600
 DAY_S = 86400
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+#: Settings that say how much memory an engine may have. What is wrong with them is a `TermsError`.
+TERMS = ("KVCACHED_MIN", "KVCACHED_LIMIT", "KVCACHED_DEVICE_BUDGET")
 #: `limit` where there is none.
 UNLIMITED = (1 << 64) - 1
 #: What a stranger needs to start at all: a CUDA context and the first weights. Ours then give more as it asks.
@@ -239,7 +241,7 @@ class Settings:
         default_shown="the whole device; half the RAM on the host backend",
         unit="bytes",
         meaning="Memory of a device that all instances of this user share. The first instance on a device sets it; one that states "
-        "another while that one lives runs natively, or not at all with `KVCACHED_STRICT=1`.",
+        "another while that one lives does not start.",
     )
     cache_idle_s: float = _declare(
         "KVCACHED_CACHE_IDLE_S",
@@ -299,8 +301,8 @@ class Settings:
         """The settings that `env` states; what it does not state has its default.
 
         Raises:
-            KVCachedConfigError: a malformed value, a maximum, limit or budget below its minimum, or an unknown variable that
-                begins with `KVCACHED_`.
+            KVCachedConfigError: a malformed value, a maximum, limit or budget below its minimum (`TermsError` where it is a limit, a
+                minimum or a budget), or an unknown variable that begins with `KVCACHED_`.
         """
         declared = dict(_declared())
         known = {setting.variable for setting in declared.values()}
@@ -326,7 +328,7 @@ class Settings:
             (settings.device_budget_bytes, "KVCACHED_DEVICE_BUDGET"),
         ):
             if most is not None and most < settings.min_bytes:
-                raise KVCachedConfigError(
+                raise TermsError(
                     f"{variable} ({most} bytes) is below KVCACHED_MIN ({settings.min_bytes} bytes): "
                     "raise the one or lower the other"
                 )
@@ -364,6 +366,24 @@ class Settings:
         # On the host the kernel's page cache takes what is free: a low number says nothing there.
         return 0 if device == "cpu" else GPU_WATERMARK_BYTES
 
+    def check_start(self, page_bytes: int) -> None:
+        """An engine needs a page for its null block before it can do anything, and what is to be mapped ahead at all times.
+
+        Raises:
+            TermsError: it may not have that much.
+        """
+        needed = page_bytes * (1 + -(-self.min_reserved_bytes // page_bytes))
+        reserve = " and KVCACHED_MIN_RESERVED_MB" if self.min_reserved_mb else ""
+        for most, variable in (
+            (self.limit_bytes, "KVCACHED_LIMIT"),
+            (self.device_budget_bytes, "KVCACHED_DEVICE_BUDGET"),
+        ):
+            if most is not None and most < needed:
+                raise TermsError(
+                    f"{variable} ({most} bytes) is below what an engine needs to start, {needed} bytes: a page of {page_bytes} "
+                    f"bytes{reserve}. Raise it, or set KVCACHED_PAGE_MB to smaller pages"
+                )
+
     @property
     def pool_options(self) -> PoolOptions:
         """What these settings ask of every pool, as keyword arguments of `kvcached._core.Pool`."""
@@ -398,7 +418,8 @@ def _parse(setting: Setting, text: str) -> object:
     value: object = setting.kind.parse(text)
     if value is None:
         unit = f" (unit: {setting.unit})" if setting.unit else ""
-        raise KVCachedConfigError(
+        kind = TermsError if setting.variable in TERMS else KVCachedConfigError
+        raise kind(
             f"{setting.variable}={_shown(text)} is not accepted: give {setting.kind.accepts}{unit}, "
             f"or unset it for the default ({setting.default})"
         )

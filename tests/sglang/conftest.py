@@ -68,7 +68,6 @@ def reserved_memory(
         layout="chunked",
         unbacked="hole",
         handle_cache_bytes=0,
-        limit_bytes=None,
         max_cached_tokens=None,
         pool_options={
             "min_reserved_bytes": 0,

@@ -15,8 +15,8 @@ from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
 
-from kvcached import _core
-from kvcached.errors import StateConsistencyError
+from kvcached import _core, instance
+from kvcached.errors import StateConsistencyError, TermsError
 from kvcached.integration.memory import EngineMemory
 from kvcached.integration.refusal import UnsupportedConfiguration
 from kvcached.integration.sglang import build, capacity
@@ -185,7 +185,6 @@ class TestConfigurator:
                 layout="chunked",
                 unbacked="hole",
                 handle_cache_bytes=0,
-                limit_bytes=None,
                 pool_options={"min_reserved_bytes": 0, "max_reserved_bytes": 0, "highest_pages_first": False},
             ),
             "sglang",
@@ -251,6 +250,14 @@ class TestConfigurator:
         with pytest.raises(UnsupportedConfiguration):
             configurator.configure(pre_model_load_memory=1)
         assert configurator.built == (0 if known == "before" else 1)
+
+    def test_terms_that_cannot_be_kept_end_the_start(self, configurator, monkeypatch):
+        instance.discard_record()
+        monkeypatch.setenv("KVCACHED_STRICT", "0")
+        monkeypatch.setenv("KVCACHED_LIMIT", "1K")
+        with pytest.raises(TermsError, match="below what an engine needs to start"):
+            configurator.configure(pre_model_load_memory=1)
+        assert configurator.built == 1 and not instance.has_record()
 
     @staticmethod
     def refuse(configurator, known: str) -> None:

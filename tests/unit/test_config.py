@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvcached.config import Settings, declared_settings, settings_table
-from kvcached.errors import KVCachedConfigError
+from kvcached.errors import KVCachedConfigError, TermsError
 
 NUMBERS = [
     "KVCACHED_PAGE_MB",
@@ -215,6 +215,23 @@ def test_a_limit_or_budget_is_not_below_the_minimum(least: int, most: int, varia
         )
     else:
         assert Settings.from_env(env).min_bytes == least << 10
+
+
+@pytest.mark.parametrize("variable", ["KVCACHED_LIMIT", "KVCACHED_DEVICE_BUDGET"])
+def test_an_engine_needs_a_page_and_its_reserve(variable: str) -> None:
+    page = 2 << 20
+    Settings.from_env({variable: "2M"}).check_start(page)
+    Settings.from_env({}).check_start(page)
+    with pytest.raises(TermsError) as refused:
+        Settings.from_env({variable: "2097151"}).check_start(page)
+    assert str(refused.value) == (
+        f"{variable} (2097151 bytes) is below what an engine needs to start, 2097152 bytes: a page of 2097152 bytes. "
+        "Raise it, or set KVCACHED_PAGE_MB to smaller pages"
+    )
+    reserve = {"KVCACHED_MIN_RESERVED_MB": "3"}
+    Settings.from_env({variable: "6M"} | reserve).check_start(page)
+    with pytest.raises(TermsError, match="a page of 2097152 bytes and KVCACHED_MIN_RESERVED_MB"):
+        Settings.from_env({variable: "5M"} | reserve).check_start(page)
 
 
 @pytest.mark.parametrize("name", ["", ".", ".hidden", "a/b", "a b", "ä", "a\n", "n" * 65])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvcached.errors import BlockError, StateConsistencyError
+from kvcached import instance
+from kvcached.errors import BlockError, StateConsistencyError, TermsError
 from kvcached.integration import memory as engine_memory
 from kvcached.integration.plan import Agreement
 from tests.memories import reserved_memory
@@ -22,19 +24,19 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
+SETTINGS = SimpleNamespace(
+    page_bytes=2 * 4 * 4 * KIB,
+    layout="chunked",
+    unbacked="hole",
+    handle_cache_bytes=0,
+    pool_options={"min_reserved_bytes": 0, "max_reserved_bytes": 0, "highest_pages_first": False},
+)
+
+
 @pytest.fixture
 def memory() -> Iterator[EngineMemory]:
     """Reserved: pages of 4 blocks, 10 of them."""
-    settings = SimpleNamespace(
-        page_bytes=2 * 4 * 4 * KIB,
-        layout="chunked",
-        unbacked="hole",
-        handle_cache_bytes=0,
-        limit_bytes=None,
-        max_cached_tokens=None,
-        pool_options={"min_reserved_bytes": 0, "max_reserved_bytes": 0, "highest_pages_first": False},
-    )
-    made = reserved_memory(settings, Agreement(("k", "v"), 4 * KIB, 1, 40))
+    made = reserved_memory(SETTINGS, Agreement(("k", "v"), 4 * KIB, 1, 40))
     yield made
     made.close()
 
@@ -66,6 +68,37 @@ def test_without_a_pool_there_are_no_epochs(memory):
     memory.open_pool()
     memory.close()
     refused()
+
+
+AGREED = Agreement(("k", "v"), 4 * KIB, 1, 40)
+
+
+def test_a_start_whose_terms_cannot_be_kept_leaves_no_record(alone, monkeypatch):
+    monkeypatch.setenv("KVCACHED_LIMIT", "31K")
+    with pytest.raises(
+        TermsError, match=r"KVCACHED_LIMIT \(31744 bytes\) is below what an engine needs to start, 32768"
+    ):
+        reserved_memory(SETTINGS, AGREED)
+    monkeypatch.setenv("KVCACHED_LIMIT", "none")
+    monkeypatch.setenv("KVCACHED_MIN", "1000T")
+    with pytest.raises(TermsError, match="does not fit host"):
+        reserved_memory(SETTINGS, AGREED)
+    assert not instance.has_record()
+
+
+def test_a_start_that_fails_later_leaves_no_record_either(alone):
+    memory = reserved_memory(SETTINGS, AGREED)
+    record = instance.process_record("test", "cpu", [])
+    assert os.path.exists(record.path)
+    memory.close()
+    assert not instance.has_record() and not os.path.exists(record.path)
+    started = reserved_memory(SETTINGS, AGREED)
+    started.open_pool()
+    failed = reserved_memory(SETTINGS, AGREED)
+    failed.close()
+    assert instance.has_record(), "of the one that runs"
+    started.close()
+    assert instance.has_record(), "the process keeps its name"
 
 
 class Cache:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvcached.errors import KVCachedConfigError
+from kvcached.errors import KVCachedConfigError, TermsError
 from kvcached.integration.entry import Entry, start
 from kvcached.integration.patching import PatchSet, Seam, Versions
 from kvcached.integration.refusal import refuse
@@ -22,7 +22,13 @@ ANY = Versions("0", "1000")
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def set_to(**variables: str) -> None:
-        for name in ("ENABLE_KVCACHED", "KVCACHED_AUTOPATCH", "KVCACHED_STRICT"):
+        for name in (
+            "ENABLE_KVCACHED",
+            "KVCACHED_AUTOPATCH",
+            "KVCACHED_STRICT",
+            "KVCACHED_LIMIT",
+            "KVCACHED_MIN",
+        ):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -118,6 +124,15 @@ class TestStart:
             pytest.fail("asked")
 
         assert self.begin(never) is None
+
+    @pytest.mark.parametrize(
+        "terms",
+        [{"KVCACHED_LIMIT": "10GB"}, {"KVCACHED_LIMIT": "1M", "KVCACHED_MIN": "2M"}, {"KVCACHED_MIN": "all"}],
+    )
+    def test_terms_that_cannot_be_kept_end_the_start_whatever_strictness_says(self, environment, terms):
+        environment(ENABLE_KVCACHED="true", KVCACHED_STRICT="0", **terms)
+        with pytest.raises(TermsError):
+            self.begin()
 
     @pytest.mark.parametrize("error", [None, RuntimeError("an engine must not die of us")])
     def test_one_that_is_refused_does_not(self, environment, caplog, error):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcached import _core
 from kvcached.errors import KVCachedError
-from kvcached.instance import TermsRefused, process_record, shares
+from kvcached.instance import discard_record, has_record, process_record, shares
 from kvcached.integration.attached import Attached
 from kvcached.integration.kernels import weakest
 from kvcached.integration.plan import Plan, devices_shown
@@ -78,6 +78,8 @@ class EngineMemory(Attached):
         self.devices = ""
         """Of all ranks, as others see them."""
         self._hardware: list[Hardware] = []
+        self._made_record = False  # it did not exist before
+        self._started = False
         self.pool: _core.Pool | None = None
         self.latest_epoch = 0
         """What `begin_epoch` returned last."""
@@ -111,7 +113,7 @@ class EngineMemory(Attached):
         Raises:
             GeometryError: no page fits, or ids would pass 2^31.
             KVCachedConfigError: the name of this instance is taken.
-            TermsRefused: its minimum or its budget does not fit those of others; its limit is less than what it needs to start.
+            TermsError: no page fits its limit, or its minimum or its budget does not fit those of others.
         """
         devices = devices_shown([survey.device for survey in surveys])
         self._hardware = [survey.hardware for survey in surveys]
@@ -123,7 +125,9 @@ class EngineMemory(Attached):
             self.launch.settings.page_bytes,
         )
         geometry = plan.geometry()
-        self._agree_on_terms(geometry.page_bytes, devices)
+        # A taken name, and terms that cannot be kept, are refused before anything is allocated.
+        self._made_record |= not has_record()
+        process_record(self.launch.name, devices, self._hardware, geometry.page_bytes)
         for warning in sorted({survey.ground.warning for survey in surveys} - {""}):
             logger.warning("%s", warning)
         logger.info(
@@ -137,18 +141,6 @@ class EngineMemory(Attached):
         self.plan, self.devices = plan, devices
         _live.add(self)
         return plan
-
-    def _agree_on_terms(self, page_bytes: int, devices: str) -> None:
-        """Before anything is allocated."""
-        settings = self.launch.settings
-        reserve = settings.pool_options["min_reserved_bytes"]
-        least = page_bytes * (1 + -(-reserve // page_bytes))
-        if settings.limit_bytes is not None and settings.limit_bytes < least:
-            raise TermsRefused(
-                f"KVCACHED_LIMIT is {settings.limit_bytes} bytes, and an engine starts with {least}: a page of {page_bytes} and the minimum "
-                f"reserve (KVCACHED_MIN_RESERVED_MB). Raise it, or make pages smaller with KVCACHED_PAGE_MB"
-            )
-        process_record(self.launch.name, devices, self._hardware)
 
     # ------------------------------------------------------------ the pool
 
@@ -169,6 +161,7 @@ class EngineMemory(Attached):
             **self.launch.settings.pool_options,
         )
         record.set_cached(_give_cached, _cached_bytes)
+        self._started = True
         return self.pool
 
     def begin_epoch(self) -> int:
@@ -269,7 +262,10 @@ class EngineMemory(Attached):
         # Not under `at_rest`: the engine's thread may be stuck where only this close can help.
         self._cache, self._is_idle = None, lambda: False
         _live.discard(self)
+        failed, self._made_record = self._made_record and not self._started, False
         self.ranks.close(pool)
+        if failed and not _live:
+            discard_record()
 
 
 def _give_cached(nbytes: int) -> int:

@@ -1,5 +1,5 @@
 """Engines that kvcached does not carry: they run natively with one clear warning, or do not start
-(`KVCACHED_STRICT`).
+(`KVCACHED_STRICT`). An engine that is carried and whose stated terms cannot be kept does not start.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import os
 from typing import NoReturn
 
 from kvcached.config import Settings
-from kvcached.errors import KVCachedConfigError
-from kvcached.instance import TermsRefused
+from kvcached.errors import KVCachedConfigError, TermsError
 
 __all__ = ["UnsupportedConfiguration", "decline", "refuse"]
 
@@ -34,9 +33,11 @@ def decline(error: Exception) -> None:
     """Nothing was changed yet: warn and let the engine start without us.
 
     Raises:
-        KVCachedConfigError: `error` itself where the user asked for kvcached or nothing, or is about terms that cannot be kept.
+        KVCachedConfigError: `error` itself where the user asked for kvcached or nothing, or for terms that nobody keeps to natively.
     """
-    if isinstance(error, TermsRefused) or _strict():
+    if isinstance(error, TermsError):
+        raise error
+    if _strict():
         if isinstance(error, KVCachedConfigError):
             raise error
         raise KVCachedConfigError(f"kvcached cannot be used here: {error!r}") from error
