@@ -164,6 +164,35 @@ mod tests {
         assert_eq!(part(&other, &[waiter], 80, 0), 10);
     }
 
+    /// Whether `own` may have so many bytes more: the rule the long way round, in numbers that cannot overflow.
+    fn admits(own: &Member, others: &[Member], budget: u64, bytes: u128) -> bool {
+        let [fair, budget] = [budget / (others.len() as u64 + 1), budget].map(u128::from);
+        let after = u128::from(own.granted) + bytes;
+        let secured = |other: &Member| u128::from(other.granted.max(other.min));
+        let claim = |other: &Member| {
+            let [granted, min, shortage] = [other.granted, other.min, other.shortage].map(u128::from);
+            let cap = if fair < min { min } else { fair };
+            let awaited = if granted + shortage < cap { granted + shortage } else { cap };
+            let later = own.shortage > 0 && other.since >= own.since;
+            if later { secured(other) } else { secured(other).max(awaited) }
+        };
+        let is_guaranteed = after <= u128::from(own.min);
+        let left_to_others: u128 =
+            if is_guaranteed { others.iter().map(secured).sum() } else { others.iter().map(claim).sum() };
+        after + left_to_others <= budget
+    }
+
+    fn any_bytes() -> impl Strategy<Value = u64> {
+        prop_oneof![6 => 0..200_u64, 2 => any::<u64>(), 1 => Just(u64::MAX), 3 => Just(0)]
+    }
+
+    prop_compose! {
+        /// Whose numbers may be lies.
+        fn liar()(granted in any_bytes(), min in any_bytes(), shortage in any_bytes(), since in 0..4_u64) -> Member {
+            Member { since, ..member(granted, min, shortage, 0) }
+        }
+    }
+
     prop_compose! {
         fn any_member()(granted in 0u64..200, min in 0u64..100, shortage in prop_oneof![Just(0), 0u64..200], givable in 0u64..200)
             -> Member { member(granted, min, shortage, givable) }
@@ -185,6 +214,45 @@ mod tests {
                 prop_assert!(found.bytes <= found.without_claims);
                 members[taker].granted += found.bytes;
                 prop_assert!(fits(&members), "{members:?}");
+            }
+        }
+
+        #[test]
+        fn room_is_the_most_that_is_admitted_whatever_the_numbers(
+            own in liar(), others in prop::collection::vec(liar(), 0..64), budget in prop_oneof![any_bytes(), 0..20_000_u64],
+        ) {
+            let bytes = room(&own, &others, budget).bytes;
+            prop_assert!(bytes == 0 || admits(&own, &others, budget, bytes.into()));
+            prop_assert!(!admits(&own, &others, budget, u128::from(bytes) + 1));
+        }
+
+        #[test]
+        fn of_those_who_wait_somebody_may_have_all_that_nobody_has_or_is_guaranteed(
+            waiters in prop::collection::vec((1..3000_u64, 0..3_u64), 1..6), budget in 0..2000_u64,
+        ) {
+            let waiters: Vec<Member> =
+                waiters.iter().map(|(short, since)| Member { since: *since, ..member(0, 0, *short, 0) }).collect();
+            let most = (0..waiters.len()).map(|own| {
+                let mut others = waiters.clone();
+                let own = others.remove(own);
+                room(&own, &others, budget).bytes
+            });
+            prop_assert_eq!(most.max(), Some(budget));
+        }
+
+        #[test]
+        fn parts_are_in_proportion_to_what_can_be_spared(
+            granted in prop::collection::vec(1..1000_u64, 1..10), short in 1..3000_u64, free in 0..500_u64,
+        ) {
+            let givers: Vec<Member> = granted.iter().map(|bytes| member(*bytes, 0, 0, *bytes)).collect();
+            let held: u64 = granted.iter().sum();
+            let lack = short.saturating_sub(free);
+            for (own, giver) in givers.iter().enumerate() {
+                let mut others = givers.clone();
+                others.remove(own);
+                others.push(member(0, 0, short, 0));
+                let expected = (lack * giver.granted).div_ceil(held).min(giver.granted);
+                prop_assert_eq!(part(giver, &others, held + free, 0), expected);
             }
         }
 
