@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
@@ -18,6 +19,7 @@ from kvcached.integration.launch import Launch
 from kvcached.integration.memory import EngineMemory
 from kvcached.integration.remote import RemoteRanks
 from kvcached.integration.vllm import block_pool, release
+from kvcached.integration.vllm.demand import LOOKED_AT, wanted_blocks
 from tests.ranges import settled_pages
 
 GEOMETRY = _core.Geometry.solve(2, 8192, 4096, page_bytes=2 * 8192 * 4, tokens_per_block=16)
@@ -43,6 +45,9 @@ class Scheduler:
         self.memory.pool = self.pool
         self.memory.adopt_cache(native, lambda: not self.has_unfinished_requests())
         self.memory.attach(self.cache_config)
+        self.running: list[Any] = []
+        self.waiting: list[Any] = []
+        self.skipped_waiting: list[Any] = []
         self.during_schedule = self.during_update = lambda: None
         self.scheduled_tokens = 1
         self.unfinished = True
@@ -270,6 +275,68 @@ class TestCachedPrefixes:
         scheduler.during_update = lambda: native.free_blocks(blocks[12:])
         scheduler.finish_requests(None, None)
         assert (native.cached_bytes, scheduler.mapped) == (2 * PAGE, 3)
+
+
+def request(tokens: int, computed: int = 0, hashes: tuple[Any, ...] = ()) -> Any:
+    """Blocks have 16 tokens."""
+    return SimpleNamespace(num_tokens=tokens, num_computed_tokens=computed, block_hashes=hashes)
+
+
+class TestDemand:
+    def test_what_requests_lack_in_all(self, scheduler):
+        assert wanted_blocks(scheduler, 16) == 0
+        scheduler.running = [request(40, computed=32), request(40, computed=40)]
+        scheduler.waiting = [request(33)]
+        scheduler.skipped_waiting = [request(16)]
+        assert wanted_blocks(scheduler, 16) == 1 + 0 + 3 + 1
+
+    def test_what_is_cached_is_taken_first(self, scheduler):
+        native = scheduler.kv_cache_manager.block_pool
+        native.free_blocks(scheduler.cached_blocks(4))
+        scheduler.waiting = [request(160)]
+        assert wanted_blocks(scheduler, 16) == 10 - 4
+        scheduler.waiting = [request(48)]
+        assert wanted_blocks(scheduler, 16) == 0
+
+    def test_prefixes_that_are_found_are_not_lacking(self, scheduler, monkeypatch):
+        native = scheduler.kv_cache_manager.block_pool
+        known = {"a", "b", "d"}
+        monkeypatch.setattr(native, "get_cached_block", lambda found, _: object() if found in known else None)
+        scheduler.waiting = [request(80, hashes=("a", "b", "c", "d"))]
+        assert wanted_blocks(scheduler, 16) == 5 - 2
+
+    def test_no_more_are_looked_at_than_are_next(self, scheduler):
+        scheduler.waiting = [request(16)] * 1000
+        assert wanted_blocks(scheduler, 16) == LOOKED_AT
+
+    def test_others_are_told_at_the_end_of_a_step_and_when_it_is_over(self, scheduler, monkeypatch):
+        monkeypatch.setattr(release.time, "sleep", lambda _: None)
+        told: list[int] = []
+        scheduler.memory.pool = Telling(scheduler.pool, told)
+        ledger = scheduler.kv_cache_manager.block_pool.ledger
+        scheduler.waiting = [request(33)]
+        scheduler.schedule()
+        assert told == [], "nothing was refused"
+        scheduler.during_schedule = lambda: setattr(ledger, "refused", True)
+        scheduler.schedule()
+        scheduler.waiting = []
+        scheduler.schedule()
+        scheduler.during_schedule = lambda: None
+        scheduler.schedule()
+        assert told == [3, 0], "and not again"
+
+
+class Telling:
+    """A pool that keeps what others are told."""
+
+    def __init__(self, pool: Any, told: list[int]) -> None:
+        self._pool, self._told = pool, told
+
+    def lacks(self, blocks: int) -> None:
+        self._told.append(blocks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
 
 
 def test_a_starving_engine_does_not_spin(scheduler, monkeypatch):
