@@ -146,16 +146,15 @@ def test_name_that_is_taken(model_folder, kvcached_log):
 )
 def test_terms_that_cannot_be_kept_end_the_start(model_folder, terms, message):
     """Natively it would take the memory that others live by."""
-    with name_taken("neighbour"):
-        neighbour = _core.InstanceRecord("test-neighbour", "test", "cpu", min_bytes=16 << 20)
+    instance.discard_record()  # of this process's engines before
+    neighbour = _core.InstanceRecord("test-neighbour", "test", "cpu", min_bytes=16 << 20)
+    try:
         neighbour.share([instance.hardware("cpu")], budget_bytes=32 << 20)
-        try:
-            refused(model_folder, TermsError, message, {"KVCACHED_STRICT": "0"} | terms)
-            assert not instance.has_record()
-            shown = sorted(each.name for each in control.instances())
-            assert shown == ["neighbour", "test-neighbour"]
-        finally:
-            neighbour.close()
+        refused(model_folder, TermsError, message, {"KVCACHED_STRICT": "0"} | terms)
+        assert not instance.has_record()
+        assert [each.name for each in control.instances()] == ["test-neighbour"]
+    finally:
+        neighbour.close()
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
